@@ -41,7 +41,9 @@ class RankError(LaunchError):
     ``rank``: the rank that failed first; ``exit_code``: its exit code, negative for a signal; ``log``: path of its log.
     """
 
-    def __init__(self, message: str, *, rank: int, exit_code: int | None = None, log: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, rank: int, exit_code: int | None = None, log: str | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code

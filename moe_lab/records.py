@@ -73,7 +73,9 @@ def to_json(value: Any) -> Any:
         return to_json(value.to_dict())
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise TypeError(f"a record holds plain values, tensors and arrays, but got {type(value).__name__}: {value!r}")
+    raise TypeError(
+        f"a record holds plain values, tensors and arrays, but got {type(value).__name__}: {value!r}"
+    )
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -122,7 +124,9 @@ class RunRecord:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             if run.path.exists():
-                raise DataError(f"{run.path} already exists: a run never overwrites another, choose another folder")
+                raise DataError(
+                    f"{run.path} already exists: a run never overwrites another, choose another folder"
+                )
             blank = dict.fromkeys(("finished", "seconds", "config", "layout", "paths", "error"))
             first: dict[str, Any] = {
                 "schema": SCHEMA, "run_id": run.folder.name, "kind": kind, "name": name, "status": "running",
@@ -150,7 +154,9 @@ class RunRecord:
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path} cannot be read as JSON: {error}") from None
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise DataError(f"{self.path} has schema {value.get('schema') if isinstance(value, dict) else None}, but this version reads {SCHEMA}")
+            raise DataError(
+                f"{self.path} has schema {value.get('schema') if isinstance(value, dict) else None}, but this version reads {SCHEMA}"
+            )
         return value
 
     def update(self, *, results: dict[str, Any] | None = None, **fields: Any) -> None:
