@@ -40,7 +40,7 @@ def permute_reference(x_TD: Tensor, order: Tensor, top_k: int) -> Tensor:
 def unpermute_reference(rows_RD: Tensor, inverse: Tensor, weights_TK: Tensor) -> Tensor:
     """y_t = sum_k weights[t, k] * (row of slot (t, k)); plain indexing, autograd's own backward."""
     tokens, top_k = weights_TK.shape
-    rows_TKD = rows_RD[inverse].view(tokens, top_k, -1)
+    rows_TKD = rows_RD[inverse].view(tokens, top_k, rows_RD.shape[1])
     return (rows_TKD * weights_TK.to(rows_RD.dtype).unsqueeze(-1)).sum(1)
 
 
@@ -54,7 +54,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        grad_TKD = grad_RD.index_select(0, inverse).view(-1, ctx.top_k, grad_RD.shape[1])
+        tokens = inverse.numel() // ctx.top_k
+        grad_TKD = grad_RD.index_select(0, inverse).view(tokens, ctx.top_k, grad_RD.shape[1])
         return grad_TKD.sum(1), None, None, None
 
 
@@ -62,7 +63,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, order: Tensor, inverse: Tensor, weights_TK: Tensor) -> Tensor:
         tokens, top_k = weights_TK.shape
-        rows_TKD = rows_RD.index_select(0, inverse).view(tokens, top_k, -1)
+        rows_TKD = rows_RD.index_select(0, inverse).view(tokens, top_k, rows_RD.shape[1])
         ctx.save_for_backward(rows_TKD, order, weights_TK)
         return torch.bmm(weights_TK.to(rows_RD.dtype).unsqueeze(1), rows_TKD).squeeze(1)
 
