@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_lab.ops.rmsnorm import rms_norm
 from moe_lab.ops.swiglu import swiglu
 
 
@@ -43,9 +44,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width] -> [..., width]``, in the type of ``x``."""
-        if x.dtype in (torch.bfloat16, torch.float16):
-            return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):

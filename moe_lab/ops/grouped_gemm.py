@@ -90,6 +90,10 @@ def grouped_linear(x_RA: Tensor, w_EBA: Tensor, offsets: Tensor) -> Tensor:
             f"grouped product of rows {tuple(x_RA.shape)} with weights {tuple(w_EBA.shape)} needs int32 offsets of shape "
             f"({w_EBA.shape[0]},) and equal last dimensions, but got {offsets.dtype} offsets of shape {tuple(offsets.shape)}"
         )
+    if torch.is_autocast_enabled(x_RA.device.type):
+        # As F.linear would: both operands in the lower type, gradients cast back by autograd.
+        lower = torch.get_autocast_dtype(x_RA.device.type)
+        x_RA, w_EBA = x_RA.to(lower), w_EBA.to(lower)
     if reference_only():
         return reference(x_RA, w_EBA, offsets)
     return _GroupedLinear.apply(x_RA, w_EBA, offsets)

@@ -1,6 +1,6 @@
 """The loop: data, steps, evaluation, metrics, samples of text. Lesson: 00_start_here.
 
-``Trainer(cfg).fit()`` trains in this process; ``launch.run(fit_ranks, ranks=4, config=..., run_dir=...)`` trains over
+``Trainer(cfg).fit()`` trains in this process; ``launch.run(fit_ranks, ranks=4, config=..., folder=...)`` trains over
 several; ``moe-lab train`` is the same from a shell.
 """
 

@@ -1,50 +1,116 @@
-"""A trained model as two files: ``config.json`` and ``model.safetensors``. Lesson: 00_start_here."""
+"""A model as two files: ``config.json`` and ``model.safetensors``. Lesson: 00_start_here.
+
+Written and read a tensor at a time, so that a model needs no second copy of itself in memory.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from moe_lab.config import ModelConfig
-from moe_lab.errors import DataError
+from moe_lab.config import ModelConfig, TrainConfig
+from moe_lab.errors import ConfigError, DataError
 from moe_lab.fields import from_dict, to_dict
 from moe_lab.model import Transformer, build
 from moe_lab.records import write_json
+from moe_lab.train.tensor_files import SINGLE, TensorFiles, write_file
+
+# Options that neither shape a parameter nor change what the model computes from its weights; a run that goes on from a
+# stored model may set them anew.
+FREE = frozenset(
+    {"init_std", "init_seed", "moe.balance_loss", "moe.balance_scope", "moe.router_z_loss", "moe.assignment"}
+)
 
 
 def save_model(model: Transformer, folder: str | Path) -> Path:
     """Write the weights and the model's configuration into ``folder``; readers see whole files only."""
     folder = Path(folder)
+    temporary = folder / f".{SINGLE}.tmp"
+    state = model.state_dict()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".model.safetensors.tmp"
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary)
-        os.replace(temporary, folder / "model.safetensors")
+        write_file(temporary, {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}, state.values())
+        os.replace(temporary, folder / SINGLE)
         write_json(folder / "config.json", to_dict(model.config))
     except OSError as error:
         raise DataError(f"cannot write the model to {folder}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return folder
 
 
-def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Transformer:
-    """The model that :func:`save_model` wrote; :class:`DataError` if files are missing or do not fit."""
-    folder = Path(folder)
+def read_config(folder: str | Path) -> ModelConfig:
+    """The configuration of a stored model; :class:`DataError` if there is none, or if it is another program's."""
+    path = Path(folder) / "config.json"
     try:
-        config = from_dict(ModelConfig, json.loads((folder / "config.json").read_text()))
-        weights = load_file(folder / "model.safetensors", device=str(device))
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no model: {Path(error.filename or '?').name} is missing") from None
-    except Exception as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{folder} holds no model: config.json is missing") from None
+    except (OSError, ValueError) as error:
         raise DataError(f"the model in {folder} cannot be read: {error}") from error
-    model = build(config, "meta")
-    missing = sorted(set(model.state_dict()) ^ set(weights))
-    if missing:
+    if isinstance(values, dict) and "model_type" in values:
+        raise DataError(f"{folder} holds a Hugging Face checkpoint: import it first, with moe-lab import")
+    if not isinstance(values, dict):
+        raise DataError(f"{path} is not a model's configuration: it holds no JSON object")
+    try:
+        return from_dict(ModelConfig, values)
+    except ConfigError as error:
+        raise DataError(f"the model in {folder} cannot be read: {error}") from error
+
+
+def open_weights(folder: str | Path, model: torch.nn.Module) -> TensorFiles:
+    """The weights in ``folder``, checked name by name and shape by shape against ``model`` (which may be on "meta")."""
+    expected = model.state_dict()
+    files = TensorFiles(folder)
+    unlike = sorted(set(expected) ^ set(files.entries))
+    if unlike:
         raise DataError(
-            f"the weights in {folder} do not fit their configuration: {missing[0]} is on one side only"
+            f"the weights in {folder} do not fit their configuration: {unlike[0]} is on one side only"
         )
+    for name, tensor in expected.items():
+        if files.entries[name].shape != tuple(tensor.shape):
+            raise DataError(
+                f"the weights in {folder} do not fit their configuration: {name} has shape "
+                f"{list(files.entries[name].shape)}, but {list(tensor.shape)} is needed"
+            )
+    return files
+
+
+def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Transformer:
+    """The model that :func:`save_model` wrote, in its types; :class:`DataError` if files are missing or do not fit."""
+    model = build(read_config(folder), "meta")
+    with open_weights(folder, model) as files:
+        weights = {
+            name: files.read(name).view(tensor.shape).to(device) for name, tensor in model.state_dict().items()
+        }
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+@torch.no_grad()
+def load_weights(model: Transformer, folder: str | Path) -> None:
+    """Fill ``model`` with the weights stored in ``folder``, converted to its types: how training goes on from them.
+
+    :class:`ConfigError` names the first option in which the two configurations differ, those in :data:`FREE` aside.
+    """
+    stored, wanted = _flat(to_dict(read_config(folder))), _flat(to_dict(model.config))
+    for name in stored.keys() | wanted.keys():
+        if name not in FREE and stored.get(name) != wanted.get(name):
+            raise ConfigError(
+                f"ModelConfig.{name} is {wanted.get(name)!r}, but {stored.get(name)!r} in the initial model {folder}"
+            )
+    with open_weights(folder, model) as files:
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(files.read(name).view(tensor.shape))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return flat

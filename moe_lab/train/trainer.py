@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lab import launch
 from moe_lab.config import TrainConfig
 from moe_lab.data import Batches, TokenFolder, cached, val_batches
 from moe_lab.errors import ConfigError
 from moe_lab.fields import to_dict
+from moe_lab.launch import heartbeat
+from moe_lab.launch.worker import device as rank_device
 from moe_lab.model import IGNORE, LossSums, build, cross_entropy
 from moe_lab.ops import reference_only
 from moe_lab.parallel import sum_gradients, sum_over_ranks, world
@@ -56,7 +57,7 @@ class Trainer:
         check_supported(config)
         self.parallel = config.parallel.resolve(self.ranks)
         self.microbatches = config.microbatches_per_rank(self.parallel.dp)
-        self.device = torch.device(device) if device else launch.device()
+        self.device = torch.device(device) if device else rank_device()
         self.tokens: TokenFolder = cached(
             config.data.source, tokenizer=config.data.tokenizer, val_fraction=config.data.val_fraction
         )
@@ -133,7 +134,7 @@ class Trainer:
         last: dict[str, Any] = {}
         while self.step < config.steps:
             self.train_step()
-            launch.heartbeat(f"step {self.step}")
+            heartbeat(f"step {self.step}")
             evaluate = config.eval_every > 0 and (
                 self.step % config.eval_every == 0 or self.step == config.steps
             )
