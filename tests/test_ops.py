@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lab.errors import ConfigError, RoutingError
-from moe_lab.ops import grouped_gemm, permute, reference_only, swiglu
+from moe_lab.ops import grouped_gemm, permute, reference_only, rmsnorm, swiglu
 
 
 def gradients(outputs: torch.Tensor, inputs: list[torch.Tensor], seed: int = 1) -> list[torch.Tensor]:
@@ -92,6 +92,17 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     y, expected = swiglu.swiglu(x), swiglu.reference(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(gradients(y, [x]), gradients(expected, [x]))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (5, 2), (2, 3, 4, 16)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    gain = torch.rand(shape[-1:], dtype=torch.float64, requires_grad=True)
+    y, expected = rmsnorm.rms_norm(x, gain, 1e-3), rmsnorm.reference(x, gain, 1e-3)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradients(y, [x, gain]), gradients(expected, [x, gain]))
+    low = x.detach().bfloat16()
+    assert torch.equal(rmsnorm.rms_norm(low, gain.bfloat16(), 1e-3), rmsnorm.reference(low, gain.bfloat16(), 1e-3))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
