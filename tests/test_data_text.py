@@ -260,5 +260,5 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
 def test_a_bad_file_in_a_folder_says_how_to_leave_it_out(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\0")
     (source,) = find_sources([tmp_path])
-    with pytest.raises(DataError, match="include="):
+    with pytest.raises(DataError, match="with include"):
         list(read_pieces(source))

@@ -29,7 +29,7 @@ def find(source: str | Path) -> Path:
     """
     path = Path(source).expanduser() if str(source).startswith("~") else Path(source)
     root = Path(__file__).resolve().parents[2]
-    places = [path] if path.is_absolute() else [Path.cwd() / path, root / path]
+    places = list(dict.fromkeys([Path.cwd() / path, root / path]))  # an absolute path stays as it is
     for place in places:
         if os.path.exists(place):
             return place

@@ -136,7 +136,7 @@ def _refuse_existing(out: Path) -> None:
             return
         exists = out.exists() or out.is_symlink()
     except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror or error}") from error
+        raise DataError(f"cannot write {out} ({error.strerror or error}): choose another folder") from error
     if exists:
         raise DataError(
             f"{out} already exists: prepared data is never overwritten, choose another folder or remove it"
@@ -164,5 +164,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # not empty: someone else uses it by now
                 folder.rmdir()
         if isinstance(error, OSError):
-            raise DataError(f"cannot write {out}: {error.strerror or error}") from error
+            raise DataError(
+                f"cannot write {out} ({error.strerror or error}): choose another folder"
+            ) from error
         raise

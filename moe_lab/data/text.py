@@ -21,7 +21,7 @@ LINE_LIMIT = 64 << 20  # bytes of one JSONL line; a longer one is refused rather
 
 def _decoded(source: Source, data: bytes, offset: int, where: str = "") -> str:
     """``data``, which starts ``offset`` bytes into the file's text, as UTF-8 without NUL; :class:`DataError` otherwise."""
-    advice = "; leave it out with include=..." if source.from_folder else ""
+    advice = "; choose the folder's files with include" if source.from_folder else "; leave it out"
     if offset == 0 and data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{source.path} is UTF-16, not UTF-8: convert it first (iconv -f UTF-16 -t UTF-8)")
     nul = data.find(b"\0")
@@ -34,7 +34,7 @@ def _decoded(source: Source, data: bytes, offset: int, where: str = "") -> str:
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise DataError(
-            f"{source.path} is not UTF-8: byte {at}{where} is {data[error.start]:#04x} ({error.reason}); convert it first{advice}"
+            f"{source.path} is not UTF-8: byte {at}{where} is {data[error.start]:#04x} ({error.reason}); convert it to UTF-8{advice.replace('; ', ' or ')}"
         ) from None
 
 
@@ -160,4 +160,4 @@ def read_pieces(source: Source) -> Iterator[tuple[str, bool]]:
         if ends:
             started = False
     if source.documents == 0 and not source.from_folder:
-        raise DataError(f"{source.path} is empty: it holds no text")
+        raise DataError(f"{source.path} is empty: it holds no text, so leave it out")
