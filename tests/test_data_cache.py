@@ -177,14 +177,14 @@ print(cached(sys.argv[1]).path)
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for _ in range(3 if locks else 2)
     ]
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
     results = [process.communicate(timeout=60)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert {process.returncode for process in processes} == {0}
     assert len({result[-1] for result in results}) == 1
     if locks:
         assert sum(len(result) - 1 for result in results) == 1
