@@ -257,7 +257,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_is_written(tmp_path
 
 def test_a_failing_run_says_so_in_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(tiny(), tmp_path / "run", show=False)
-    monkeypatch.setattr(trainer, "evaluate", lambda: 1 / 0)
+    monkeypatch.setattr(trainer, "evaluate", lambda sequences: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     value = RunRecord.open(tmp_path / "run").read()

@@ -5,9 +5,10 @@ Written and read a tensor at a time, so that a model needs no second copy of its
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def save_model(model: Transformer, folder: str | Path) -> Path:
     except OSError as error:
         raise DataError(f"cannot write the model to {folder}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return folder
 
 
@@ -86,7 +88,8 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Transf
     model = build(read_config(folder), "meta")
     with open_weights(folder, model) as files:
         weights = {
-            name: files.read(name).view(tensor.shape).to(device) for name, tensor in model.state_dict().items()
+            name: files.read(name).view(tensor.shape).to(device)
+            for name, tensor in model.state_dict().items()
         }
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -99,7 +102,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     :class:`ConfigError` names the first option in which the two configurations differ, those in :data:`FREE` aside.
     """
     stored, wanted = _flat(to_dict(read_config(folder))), _flat(to_dict(model.config))
-    for name in stored.keys() | wanted.keys():
+    for name in dict.fromkeys([*wanted, *stored]):
         if name not in FREE and stored.get(name) != wanted.get(name):
             raise ConfigError(
                 f"ModelConfig.{name} is {wanted.get(name)!r}, but {stored.get(name)!r} in the initial model {folder}"
@@ -107,6 +110,11 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     with open_weights(folder, model) as files:
         for name, tensor in model.state_dict().items():
             tensor.copy_(files.read(name).view(tensor.shape))
+
+
+def with_initial_model(config: TrainConfig, folder: str | Path) -> TrainConfig:
+    """``config`` going on from the model stored in ``folder``: its model configuration and ``initial_model`` set."""
+    return dataclasses.replace(config, model=read_config(folder), initial_model=str(folder))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Trainer:
         self.train_data = Batches(
             self.tokens, "train", config.sequence_length, config.data.seed, documents=config.data.mask_documents
         )
-        self._validation()  # refuses a split that holds no sequence, before anything is written
+        self._validation(1)  # refuses a split that holds no sequence, before anything is written
         self.model = build(config.model, self.device, DTYPES[config.precision])
         self.optimizer = build_optimizer(self.model, config.optim)
         self.parameters = list(self.model.parameters())
@@ -148,7 +148,8 @@ class Trainer:
             for row in rows:
                 row["throughput/TPS"] = rate
             if evaluate:
-                last["eval/CE loss"] = evaluations[self.step] = self.evaluate()
+                sequences = 0 if self.step == config.steps else config.eval_sequences
+                last["eval/CE loss"] = evaluations[self.step] = self.evaluate(sequences)
             if self.record is not None:
                 for row in rows:
                     self.record.log(**row)
@@ -209,19 +210,19 @@ class Trainer:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _validation(self) -> Iterator[tuple[Tensor, ...]]:
+    def _validation(self, sequences: int) -> Iterator[tuple[Tensor, ...]]:
         config = self.config
         return val_batches(
-            self.tokens, config.sequence_length, config.microbatch_sequences, limit=config.eval_sequences or None,
+            self.tokens, config.sequence_length, config.microbatch_sequences, limit=sequences or None,
             rank=self.rank, ranks=self.ranks, documents=config.data.mask_documents,
         )  # fmt: skip
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Cross-entropy in nats a label over ``eval_sequences`` of validation (0: all), shared over the ranks."""
+    def evaluate(self, sequences: int = 0) -> float:
+        """Cross-entropy in nats a label over ``sequences`` spread over the validation split (0: all), shared over the ranks."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
-        for batch in self._validation():
+        for batch in self._validation(sequences):
             tokens, targets, documents = self._to_device(batch)
             with self._autocast():
                 part = cross_entropy(self.model(tokens, documents), targets)
