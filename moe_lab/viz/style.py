@@ -82,35 +82,49 @@ def reference_line(
     color: str = INK,
     at: float = 0.99,
     side: Literal["above", "below"] = "above",
+    legend: bool = False,
 ) -> None:
     """A published value as a dashed line, with ``label`` (the value and its source) written along it.
 
     ``axis``: the axis that ``value`` is on. ``at``: where the label ends, as a share of the other axis; ``side``: which
-    side of the line it is on (for ``axis="x"``: above is right of it).
+    side of the line it is on (for ``axis="x"``: above is right of it). ``legend``: the label goes to the legend instead,
+    where the line crosses other text.
     """
+    line: dict[str, Any] = {"color": color, "linestyle": (0, (5, 3)), "linewidth": 1.2, "zorder": 2.5}
+    if legend:
+        line["label"] = label
+        label = ""
     offset = 3 if side == "above" else -3
     text: dict[str, Any] = {"fontsize": 8.5, "color": color, "textcoords": "offset points"}
     if axis == "y":
-        ax.axhline(value, color=color, linestyle=(0, (5, 3)), linewidth=1.2)
+        ax.axhline(value, **line)
         ax.annotate(
             label, (at, value), xycoords=("axes fraction", "data"), xytext=(0, offset),
             ha="right", va="bottom" if side == "above" else "top", **text,
         )  # fmt: skip
     else:
-        ax.axvline(value, color=color, linestyle=(0, (5, 3)), linewidth=1.2)
+        ax.axvline(value, **line)
         ax.annotate(
             label, (value, at), xycoords=("data", "axes fraction"), xytext=(offset, 0), rotation=90,
             ha="left" if side == "above" else "right", va="top", **text,
         )  # fmt: skip
 
 
-def title(ax: Axes, message: str, *, x: str = "", y: str = "") -> None:
-    """The figure's one message as title, and the axes' labels with their units."""
-    ax.set_title(message)
+def title(ax: Axes, message: str, *, x: str = "", y: str = "", bold: bool = True) -> None:
+    """The figure's one message as title, and the axes' labels with their units. ``bold``: off for a panel's own title."""
+    ax.set_title(message, fontweight="bold" if bold else "normal")
     ax.set_xlabel(x)
     ax.set_ylabel(y)
 
 
+def message(figure: Figure, text: str) -> None:
+    """The one message of a figure with several panels."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
 def label_bars(ax: Axes, texts: Sequence[str]) -> None:
     """Write a text at the end of each bar of the last bar chart drawn on ``ax``."""
-    ax.bar_label(ax.containers[-1], labels=list(texts), padding=3, fontsize=9)  # type: ignore[arg-type]
+    labels = ax.bar_label(ax.containers[-1], labels=list(texts), padding=3, fontsize=9)  # type: ignore[arg-type]
+    for label in labels:  # so that a line behind the text does not cross it
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
+        label.set_zorder(4)
