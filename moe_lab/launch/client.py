@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ _agent: Agent | None = None
 
 
 @contextlib.contextmanager
-def warm_agent() -> Any:
+def warm_agent() -> Iterator[Agent]:
     """The agent of this process, started if there is none. One call at a time; a second thread waits for its turn."""
     global _agent
     with _lock:

@@ -98,12 +98,12 @@ def failure(call: dict[str, Any], answer: dict[str, Any]) -> LaunchError:
     if dead_causes:
         return _died(call, folder, dead_causes[0], exits[dead_causes[0]])
     silent = [rank for rank in range(size) if rank not in reports and rank not in exits]
-    if silent or answer["ended"] == "deadline":
+    if silent:
         return _hung(call, folder, answer["ended"], silent, failed + died)
     finished = [rank for rank, report in reports.items() if report["ok"]]
     if finished and failed:
         return _left(call, folder, failed, finished)
-    if failed and all(_WAITED_IN_VAIN.search(reports[rank]["error"]["message"]) for rank in failed):
+    if any(_WAITED_IN_VAIN.search(reports[rank]["error"]["message"]) for rank in failed):
         return _disagreed(call, folder, sorted(failed), reports)
     return _raised(call, folder, failed, reports) if failed else _died(call, folder, died[0], exits[died[0]])
 

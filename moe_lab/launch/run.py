@@ -78,11 +78,12 @@ def run(
             tail(last=True)
         if answer["ended"] == "refused":
             raise LaunchError(f"{ranks} ranks could not be started: {answer['reason']}; try fewer ranks")
-        if answer["ended"] != "done":
+        reports = [files.read_report(folder, rank) for rank in range(ranks)]
+        results = [report["result"] for report in reports if report and report["ok"]]
+        if len(results) < ranks:
             keep = True
             raise diagnose.failure(call, answer)
-        reports = [files.read_report(folder, rank) or {} for rank in range(ranks)]
-        return [report["result"] for report in reports]
+        return results
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

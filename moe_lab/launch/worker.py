@@ -48,14 +48,20 @@ def resolve_backend(backend: str, local_ranks: int) -> str:
 
 
 def device() -> torch.device:
-    """This rank's device: ``cuda:LOCAL_RANK``, or the CPU. Ranks that outnumber the devices share them in turn."""
+    """This rank's device, ``cuda:LOCAL_RANK`` or the CPU; a CUDA device becomes the current one.
+
+    Ranks that outnumber the devices share them in turn. The first call initialises CUDA, so a rank that only talks
+    through gloo and never asks for its device does not pay for that.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
 
 
 def init_process_group(timeout_s: float = 600, backend: str = "auto") -> bool:
-    """Join the process group of whoever started this process, and make :func:`device` the current device.
+    """Join the process group of whoever started this process.
 
     Under :func:`moe_lab.launch.run` the group is there already; under torchrun it is made from the environment; a
     process that no launcher started becomes a world of one. Returns True if this call made the group (its maker should
@@ -79,11 +85,8 @@ def init_process_group(timeout_s: float = 600, backend: str = "auto") -> bool:
 def _join(store: Store | None, rank: int, world: int, timeout_s: float, backend: str) -> None:
     """``torch.distributed.init_process_group``; without a store it meets the others at ``MASTER_ADDR:MASTER_PORT``."""
     backend = resolve_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
-    own = device()
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
     # With its device given, NCCL connects here, where a failure has a clear place, and not in the first collective.
-    bound = own if own.type == "cuda" and "nccl" in backend else None
+    bound = device() if "nccl" in backend else None
     # Subgroups, which meshes make, do not inherit this limit but take these defaults: half an hour, or ten minutes.
     limit = timedelta(seconds=timeout_s)
     distributed_c10d.default_pg_timeout = limit
