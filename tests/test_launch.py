@@ -588,6 +588,17 @@ def test_a_watchdogs_abort_does_not_hide_the_silent_rank(tmp_path: Path) -> None
     assert error.silent == [2]
 
 
+def test_a_peer_that_returned_early_is_named_whether_waited_for_or_lost(tmp_path: Path) -> None:
+    done = {"ok": True, "result": {}}
+    for victim, says in ((WAITED, "rank 0 of 2 waited 30 s"), (LOST, "rank 0 of 2 lost the connection")):
+        error = diagnose.failure(left_behind(tmp_path, victim, done), {"ended": "failed", "exits": {"0": 1}})
+        assert isinstance(error, RankTimeout)
+        assert error.silent == [1]
+        assert str(error).startswith(
+            f"{says} in a collective that rank 1, which had already returned, never joined"
+        )
+
+
 def test_a_rank_aborted_by_itself_is_named(tmp_path: Path) -> None:
     call = left_behind(tmp_path, None, {"ok": True, "result": {}})
     error = diagnose.failure(call, {"ended": "failed", "exits": {"0": -6}})

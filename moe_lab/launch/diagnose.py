@@ -100,9 +100,8 @@ def failure(call: dict[str, Any], answer: dict[str, Any]) -> LaunchError:
     silent = [rank for rank in range(size) if rank not in reports and rank not in exits]
     if silent:
         return _hung(call, folder, answer["ended"], silent, failed + died)
-    finished = [rank for rank, report in reports.items() if report["ok"]]
-    if finished and failed:
-        return _left(call, folder, failed, finished)
+    if failed and len(failed) < len(reports):
+        return _left(call, folder, failed, reports)
     if any(_WAITED_IN_VAIN.search(reports[rank]["error"]["message"]) for rank in failed):
         return _disagreed(call, folder, sorted(failed), reports)
     return _raised(call, folder, failed, reports) if failed else _died(call, folder, died[0], exits[died[0]])
@@ -184,11 +183,16 @@ def _hung(
     return RankTimeout(text.rstrip(), silent=silent)
 
 
-def _left(call: dict[str, Any], folder: Path, failed: list[int], finished: list[int]) -> RankTimeout:
-    """Ranks waited in a collective that others, which had finished, never joined."""
+def _left(
+    call: dict[str, Any], folder: Path, failed: list[int], reports: dict[int, dict[str, Any]]
+) -> RankTimeout:
+    """Ranks needed others that had already returned."""
+    finished = [rank for rank, report in reports.items() if report["ok"]]
+    waited = any(_WAITED_IN_VAIN.search(reports[rank]["error"]["message"]) for rank in failed)
+    limit = f"waited {call['group_timeout_s']:g} s" if waited else "lost the connection"
     text = (
-        f"{_names(sorted(failed))} of {call['ranks']} waited {call['group_timeout_s']:g} s in a collective that {_names(finished)}, "
-        f"which had already returned, never joined; stacks and logs are in {folder}\n{_tail(files.rank_file(folder, failed[0], 'log'))}"
+        f"{_names(sorted(failed))} of {call['ranks']} {limit} in a collective that {_names(finished)}, which had already returned, "
+        f"never joined or joined with another shape; stacks and logs are in {folder}\n{_tail(files.rank_file(folder, failed[0], 'log'))}"
     )
     return RankTimeout(text, silent=finished)
 
