@@ -108,12 +108,12 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from moe_lab.launch import job, parameters
+    from moe_lab.launch import job
+    from moe_lab.launch.parameters import declared, describe, read_notebook
     from moe_lab.records import RunRecord
 
     if options.help_parameters:
-        notebook = parameters.read_notebook(options.notebook)
-        print(parameters.describe(parameters.declared(notebook, options.notebook), options.notebook))
+        print(describe(declared(read_notebook(options.notebook), options.notebook), options.notebook))
         return 0
     try:
         folder = job.run_notebook(
@@ -188,14 +188,14 @@ def _add_data(commands: Any) -> None:
 
 
 def _data_prepare(options: argparse.Namespace) -> int:
-    from moe_lab import data
+    from moe_lab.data import prepare
 
     given = {
         name: getattr(options, name)
         for name in ("tokenizer", "vocab_size", "tokenizer_file", "eod_token", "val_fraction")
         if getattr(options, name) is not None
     }
-    folder = data.prepare(
+    folder = prepare(
         options.inputs,
         options.out,
         include=options.include,
@@ -272,13 +272,13 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from moe_lab import doctor
+    from moe_lab.doctor import examine, report
 
-    found = doctor.examine()
+    found = examine()
     if options.json:
         _print_json(found)
     else:
-        print(doctor.report(found))
+        print(report(found))
     return 0 if found["ready"] else 1
 
 

@@ -37,6 +37,9 @@ limit: Optional[float] = None
 seconds = 60 * 60
 steps = 100
 layers = ["a", "b"]
+long: str = (
+    "x"  # a comment that a formatter
+)
 """
 
 
@@ -107,7 +110,9 @@ def test_a_parameters_cell_is_read_with_types_defaults_and_comments() -> None:
         "seconds",
         "steps",
         "layers",
+        "long",
     ]
+    assert found["long"].help == "a comment that a formatter"
     assert (found["ranks"].type_name, found["ranks"].default, found["ranks"].help) == (
         "int",
         4,

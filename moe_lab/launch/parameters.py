@@ -146,7 +146,7 @@ def declared(notebook: Mapping[str, Any], name: str) -> dict[str, Parameter]:
                     default=default,
                     default_text=ast.unparse(statement.value) if statement.value else "(required)",
                     type=annotation or _type_of(statement.value, default),
-                    help=comments.get(statement.end_lineno or 0, comments.get(-(statement.lineno - 1), "")),
+                    help=_help(comments, statement.lineno, statement.end_lineno or statement.lineno),
                     required=statement.value is None,
                 )
     return found
@@ -160,6 +160,12 @@ def _comments(text: str) -> dict[int, str]:
             alone = not token.line[: token.start[1]].strip()
             found[-token.start[0] if alone else token.start[0]] = token.string.lstrip("# ").strip()
     return found
+
+
+def _help(comments: dict[int, str], first: int, last: int) -> str:
+    """The comments beside lines ``first`` to ``last`` of a statement, else the one alone on the line above it."""
+    beside = [comments[line] for line in range(first, last + 1) if line in comments]
+    return " ".join(beside) or comments.get(-(first - 1), "")
 
 
 def _literal(value: ast.expr | None) -> Any:
