@@ -56,12 +56,12 @@ def read_header(path: Path) -> dict[str, Entry]:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
-            raise DataError(
-                f"{path} is a pickle, which can run code when it is loaded: save it as safetensors"
-            )
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > LARGEST_HEADER:
+            if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+                raise DataError(
+                    f"{path} is a pickle, which can run code when it is loaded: save it as safetensors"
+                )
             raise DataError(f"{path} is not a safetensors file: its first 8 bytes are no header length")
         text = file.read(length)
     if len(text) < length:
