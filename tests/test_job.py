@@ -433,6 +433,30 @@ def test_a_kernel_that_ignores_the_interrupt_is_killed_and_its_output_kept(tmp_p
     assert not runs_of(caught.value.folder)
 
 
+LONG = """\
+# Train
+import time
+from IPython.display import Markdown, display
+for step in range(45):
+    print("step", step, flush=True)
+    time.sleep(0.1)
+display(Markdown("between"))
+print("after")
+"""
+
+
+def test_a_long_cell_is_heard_of_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_notebook(notebook(tmp_path / "n.ipynb", LONG), out=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert 2 <= sum(line.startswith("    step ") for line in lines) <= 4
+    assert (
+        sum(line.startswith("[2/2] Train") for line in lines) == 2
+    )  # when it starts, and again with its seconds
+    made = json.loads((folder / "notebook.ipynb").read_text())["cells"][1]["outputs"]
+    assert [output["output_type"] for output in made] == ["stream", "display_data", "stream"]
+    assert made[2]["text"] == ["after\n"]
+
+
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     process = start(notebook(tmp_path / "n.ipynb", "print('kept')", quiet(STUBBORN)), tmp_path / "runs")

@@ -71,7 +71,8 @@ def run_notebook(
     """Execute ``notebook`` as a job and return its run folder, a new one under ``out``.
 
     ``parameters``: values for names in the notebook's ``parameters`` cell, as Python values or as a command line's
-    text. ``timeout_s``: seconds for the whole run. ``show``: print one line a cell, and at the end what was recorded.
+    text. ``timeout_s``: seconds for the whole run. ``show``: print one line a cell, at times the last line that a long cell
+    printed, and at the end what was recorded.
 
     Raises :class:`ConfigError` for a notebook or parameters that cannot be used and :class:`DataError` for an ``out``
     that cannot be written, both before anything starts; :class:`NotebookError` for a run that did not end well.
@@ -126,6 +127,7 @@ class _Run:
             "grace_s": GRACE_S,
         }
         self.cell = ""  # the cell that runs, or ran last
+        self.line = ""
         self.in_line = False  # a cell's line is on the terminal, its seconds are not
         self.end: dict[str, Any] | None = None  # the child's last word
         self.stopped: str | None = None  # "timeout" or "killed"
@@ -188,15 +190,24 @@ class _Run:
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "cell":
             self.cell = f"cell {event['number']} of {event['of']} ({event['title']})"
-            title = event["title"][:TITLE_WIDTH]
             width = len(str(event["of"]))
-            self._print(f"[{event['number']:>{width}}/{event['of']}] {title:<{TITLE_WIDTH}}", end="")
+            title = event["title"][:TITLE_WIDTH]
+            self.line = f"[{event['number']:>{width}}/{event['of']}] {title:<{TITLE_WIDTH}}"
+            self._print(self.line, end="")
             self.in_line = True
+        elif event["event"] == "text":
+            self._end_line()
+            self._print(f"    {event['line']}")
         elif event["event"] == "cell_done":
-            self._print(f" {event['seconds']:8.1f} s")
+            self._print(f"{'' if self.in_line else self.line} {event['seconds']:8.1f} s")
             self.in_line = False
         else:
             self.end = event
+
+    def _end_line(self) -> None:
+        if self.in_line:
+            self._print("")
+        self.in_line = False
 
     def _print(self, text: str, end: str = "\n") -> None:
         if self.show:
@@ -222,8 +233,7 @@ class _Run:
 
     def close(self) -> None:
         """Write the last record, say where everything is, and raise for a run that did not end well."""
-        if self.in_line:
-            self._print("")
+        self._end_line()
         log = self.folder / "kernel.log"
         if log.stat().st_size == 0:
             log.unlink()

@@ -1,10 +1,11 @@
 """Execute one notebook in this process with papermill: the child process of a notebook job.
 
 :mod:`moe_lab.launch.job` starts ``python -m moe_lab.launch.notebook SPEC EVENT_FD`` and reads one JSON object a line from
-the pipe ``EVENT_FD``: ``{"event": "cell", "number", "of", "title"}`` when a code cell starts, ``{"event": "cell_done",
-"seconds"}`` when it is through, and at the end ``{"event": "end", "outcome", "error"}``. The parent asks it to stop by
-closing its standard input, which also happens when the parent dies; then the kernel is interrupted, and killed where
-that has no effect within the grace, and papermill saves what ran. A process and not a thread, since papermill changes the working
+the pipe ``EVENT_FD``: ``{"event": "cell", "number", "of", "title"}`` when a code cell starts, ``{"event": "text", "line"}``
+now and then while a long one prints, ``{"event": "cell_done", "seconds"}`` when it is through, and at the end ``{"event":
+"end", "outcome", "error"}``. The parent asks it to stop by closing its standard input, which also happens when the
+parent dies; then the kernel is interrupted, and killed where that has no effect within the grace, and papermill saves
+what ran. A process and not a thread, since papermill changes the working
 directory of its process and a kernel that hangs has to be left behind.
 
 The kernel is always the one of this Python environment, whatever the notebook's metadata and the user's installed
@@ -36,6 +37,8 @@ from papermill.execute import ERROR_MARKER_TAG
 from papermill.iorw import LocalHandler, papermill_io
 
 START_TIMEOUT_S = 120  # a kernel on a cold shared file system takes its time
+QUIET_S = 2.0  # a cell that runs for longer has its printed lines passed on
+LINE_EVERY_S = 1.0  # at most one in this time
 SOCKET_PATH_LIMIT = 100  # bytes; the systems' own limits are 104 and 108
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -92,6 +95,7 @@ class Progress:
         self.titles: list[str | None] = []
         self.number = 0
         self.started = 0.0
+        self.last_line = 0.0
         self.failed = False
         self.stopping = threading.Event()
 
@@ -117,7 +121,19 @@ class Progress:
         """Hook: the kernel has replied to a code cell."""
         expected = "raises-exception" in cell.metadata.get("tags", [])
         self.failed = execute_reply["content"]["status"] == "error" and not expected
+        merge_streams(cell)
         self.tell(event="cell_done", seconds=round(time.monotonic() - self.started, 3))
+
+    def write(self, text: str) -> None:
+        """What the running cell prints, as papermill's ``stdout_file``: the last line of it, at times."""
+        now = time.monotonic()
+        lines = text.rstrip().splitlines()
+        if lines and now - self.started > QUIET_S and now - self.last_line > LINE_EVERY_S:
+            self.last_line = now
+            self.tell(event="text", line=lines[-1])
+
+    def flush(self) -> None:
+        """Nothing: every line is sent at once."""
 
     def stop(self) -> None:
         """Interrupt the kernel, and kill it if this process is still here after the grace."""
@@ -150,6 +166,21 @@ def cell_titles(cells: Sequence[Mapping[str, Any]]) -> list[str | None]:
     return titles
 
 
+def merge_streams(cell: Any) -> None:
+    """Make one output of texts that came one after the other, which is how a front end shows them.
+
+    nbclient's own way would also join texts with a figure between them.
+    """
+    merged: list[Any] = []
+    for output in cell.outputs:
+        before = merged[-1] if merged else None
+        if before and output.output_type == before.output_type == "stream" and output.name == before.name:
+            before.text += output.text
+        else:
+            merged.append(output)
+    cell.outputs = merged
+
+
 def execute(spec: dict[str, Any], events: int) -> None:
     """Run a notebook and tell the parent how it ended.
 
@@ -166,7 +197,7 @@ def execute(spec: dict[str, Any], events: int) -> None:
                 _no_template(spec["notebook"]), _no_template(spec["output"]), parameters=spec["parameters"],
                 kernel_name="python3", language="python", progress_bar=False, start_timeout=START_TIMEOUT_S,
                 kernel_manager_class=OwnKernel, on_notebook_start=progress.notebook_starts, on_cell_execute=progress.cell_starts, on_cell_executed=progress.cell_ends,
-                raise_on_iopub_timeout=False, coalesce_streams=True,
+                raise_on_iopub_timeout=False, stdout_file=progress,
             )  # fmt: skip
         except PapermillExecutionError as failure:
             if progress.failed:
