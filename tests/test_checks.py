@@ -48,6 +48,7 @@ WRONG = [
     (checks.check_top_k_route, lambda z, k: good_top_k(-z, k), "highest scores are those of"),
     (checks.check_top_k_route, lambda z, k: good_top_k(z, 1), "indices has shape (7, 1), but must have (7, 2)"),
     (checks.check_top_k_route, lambda z, k: (z.exp() / z.exp().sum(-1, True)).topk(k)[0], "must return the pair"),
+    (checks.check_top_k_route, lambda z, k: good_top_k((z.exp() / z.exp().sum(-1, True)).log(), k), "goes to experts"),
     (checks.check_permute_rows, lambda x, i, n: (x[i.flatten() // n], good_permute(x, i, n)[1]), "must hold token"),
     (
         checks.check_permute_rows,
