@@ -71,7 +71,7 @@ def test_deepep_lists_the_line_for_each_thing_it_lacks() -> None:
     assert "2.29.7" in note
     lines = [item["install"] for item in missing if item["for"] == "transport deepep"]
     assert any("--no-deps 'nvidia-nccl-cu13==" in line for line in lines)
-    assert any("moe_lab[deepep]" in line for line in lines)
+    assert any("-e '.[deepep]'" in line for line in lines)
     assert len(lines) == 3
     usable, _ = paths._needs_deepep({"gpus": [], "cuda": {}}, missing)
     assert not usable

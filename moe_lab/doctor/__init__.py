@@ -64,8 +64,8 @@ def _import(name: str) -> Any:
 def _blocking(found: dict[str, Any]) -> list[str]:
     """Why the laptop preset cannot be trained here; empty if it can."""
     why = [f"{item['what']} is missing" for item in found["missing"] if item["for"] == "moe_lab"]
-    if found["transports"] and paths.trainable():
-        why.append("this version of moe_lab cannot train it")
+    if found["transports"] and (reason := paths.trainable()):
+        why.append(reason)
     if not found["backends"]["gloo"]:
         why.append("torch has no gloo, which connects ranks on CPUs")
     if found["machine"]["available_gib"] < MEMORY_NEEDED_GIB:

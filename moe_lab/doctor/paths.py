@@ -83,7 +83,7 @@ def _needs_deepep(found: dict[str, Any], missing: list[dict[str, str]]) -> tuple
         lacks.append(
             (
                 "DeepEP v2",
-                f"{pip} 'moe_lab[deepep]'  # wheels for torch 2.13.0 with CUDA 13, Python up to 3.13",
+                f"{pip} -e '.[deepep]'  # wheels for torch 2.13.0 with CUDA 13, Python up to 3.13",
             )
         )
     nccl = found["cuda"]["nccl"]
