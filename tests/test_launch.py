@@ -581,6 +581,30 @@ def test_a_death_comes_before_lost_connections(tmp_path: Path) -> None:
     assert (error.rank, error.exit_code) == (1, -9)
 
 
+@pytest.mark.parametrize(
+    "victim",
+    [
+        raised(
+            "torch.distributed.DistNetworkError",
+            "Failed to recv, got 0 bytes. Connection was likely closed.",
+            phase="join",
+        ),
+        raised(
+            "RuntimeError",
+            "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+            phase="join",
+        ),
+        raised("torch.distributed.DistBackendError", "NCCL error: words that no pattern knows"),
+    ],
+)
+def test_a_death_explains_whatever_the_transport_says(tmp_path: Path, victim: dict[str, Any]) -> None:
+    error = diagnose.failure(
+        left_behind(tmp_path, victim, None, victim), {"ended": "failed", "exits": {"1": -11}}
+    )
+    assert isinstance(error, RankError)
+    assert (error.rank, error.exit_code) == (1, -11)
+
+
 def test_a_watchdogs_abort_does_not_hide_the_silent_rank(tmp_path: Path) -> None:
     call = left_behind(tmp_path, None, None, None, None)
     error = diagnose.failure(call, {"ended": "failed", "exits": {"0": -6, "1": -6, "3": -6}})

@@ -29,12 +29,14 @@ MESSAGE_LENGTH = 500  # characters of a rank's own message in the headline; the 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _HERE = os.path.dirname(__file__)
 _LOST_A_PEER = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|remote process exited", re.I
+    r"Connection (closed|reset|refused)|Broken pipe|likely closed|ncclRemoteError|remote process exited|communicator was aborted",
+    re.I,
 )
 _WAITED_IN_VAIN = re.compile(
     r"timed out (waiting|after) \d+ ?ms|timeout after \d+ ?ms|collective operation timeout|Socket Timeout|failed to pass monitoredBarrier",
     re.I,
 )
+_ONLY_NETWORK = ("torch.distributed.DistNetworkError", "torch.distributed.DistStoreError")
 _FROM_TRANSPORT = re.compile(r"gloo|NCCL|c10d|monitoredBarrier", re.I)
 
 
@@ -72,10 +74,18 @@ def follows(report: dict[str, Any] | None, exit_code: int | None) -> bool:
     if report is None:  # NCCL's watchdog ends its own process when a collective takes too long
         return exit_code == -signal.SIGABRT
     error = report.get("error") or {}
-    transport = error.get("type", "").startswith("torch.distributed.") or _FROM_TRANSPORT.search(
-        error.get("message", "")
+    if error.get("type") in _ONLY_NETWORK:
+        return True
+    return _from_transport(report) and any(
+        pattern.search(error["message"]) for pattern in (_LOST_A_PEER, _WAITED_IN_VAIN)
     )
-    return bool(transport) and any(p.search(error["message"]) for p in (_LOST_A_PEER, _WAITED_IN_VAIN))
+
+
+def _from_transport(report: dict[str, Any]) -> bool:
+    """Whether a rank's error came out of gloo, NCCL or the store, whatever it says."""
+    error = report.get("error") or {}
+    typed = error.get("type", "").startswith("torch.distributed.")
+    return typed or bool(_FROM_TRANSPORT.search(error.get("message", "")))
 
 
 def failure(call: dict[str, Any], answer: dict[str, Any]) -> LaunchError:
@@ -92,8 +102,8 @@ def failure(call: dict[str, Any], answer: dict[str, Any]) -> LaunchError:
     died = [rank for rank in exits if rank not in reports]
     causes = [rank for rank in failed if not follows(reports[rank], None)]
     dead_causes = [rank for rank in died if not follows(None, exits[rank])]
-    # A death carries no time of its own. What others raise because of it follows; so an error of a rank's own came first.
-    if causes:
+    # A death carries no time of its own, but transports have many words for a peer that died.
+    if causes and not (dead_causes and all(_from_transport(reports[rank]) for rank in causes)):
         return _raised(call, folder, causes, reports)
     if dead_causes:
         return _died(call, folder, dead_causes[0], exits[dead_causes[0]])
