@@ -64,8 +64,8 @@ def laptop() -> TrainConfig:
         sequence_length=128,
         sequences_per_step=16,
         microbatch_sequences=4,
-        steps=500,
-        eval_every=125,
+        steps=400,
+        eval_every=100,
         eval_sequences=128,
         log_every=25,
     )

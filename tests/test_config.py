@@ -47,7 +47,7 @@ def test_overrides_take_paths_last_parts_and_short_names() -> None:
         ({"sequences_per_step": 15}, ["15", "microbatches of 4"]),
         ({"dense_layers": (4,), "dense_hidden": 8}, ["dense_layers is [4]", "0 to 3"]),
         ({"dense_layers": (0,)}, ["dense_hidden is 0", "at least 1"]),
-        ({"warmup_steps": 5000}, ["5000 warm-up", "500"]),
+        ({"warmup_steps": 5000}, ["5000 warm-up", "400"]),
         ({"ep": 3, "transport": "all_to_all"}, ["ep is 3", "8 experts"]),
         ({"pp": 8}, ["pp 8", "4 layers"]),
         ({"stepz": 5}, ["'stepz'", "did you mean 'steps'"]),

@@ -3,7 +3,7 @@
 ``same`` compares two results and stops the notebook where they part. Each ``check_x(my_function)`` runs the reader's
 solution of an exercise against the package over several configurations, prints each configuration before its result,
 says what differs, and never stops the notebook. An exercise that still raises a bare ``NotImplementedError`` counts as
-not attempted. Lesson by lesson: 01_moe_layer has ``check_top_k_route``, ``check_permute_rows``,
+not attempted. Lesson by lesson: 00_start_here has ``check_active_parameters`` and ``check_learning_rate``, 01_moe_layer has ``check_top_k_route``, ``check_permute_rows``,
 ``check_merge_weights`` and ``check_balance_loss``.
 """
 
@@ -15,9 +15,12 @@ from moe_lab.checks.moe_layer import (
     check_permute_rows,
     check_top_k_route,
 )
+from moe_lab.checks.training import check_active_parameters, check_learning_rate
 
 __all__ = [
+    "check_active_parameters",
     "check_balance_loss",
+    "check_learning_rate",
     "check_merge_weights",
     "check_permute_rows",
     "check_top_k_route",

@@ -106,14 +106,16 @@ def loss_curve(rows: Sequence[dict[str, Any]], baselines: dict[str, float]) -> F
         )
     for name, value in baselines.items():
         style.reference_line(ax, value, f"{name}: {value:.3f}")
-    low = min([*train, *baselines.values()])
-    ax.set_ylim(low - 0.15, min(max(train), max([2.6, *baselines.values()]) + 0.6))
-    ax.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
+    low, high = min([*train, *baselines.values()]), max([2.4, *baselines.values()])
+    ax.set_ylim(low - 0.15, high + 0.75)
+    ax.legend(loc="upper right", ncols=2)
     end = points[-1][1] if points else train[-1]
-    below = [name for name, value in baselines.items() if end < value]
-    message = f"{end:.3f} nats a token after {steps[-1]} steps" + (
-        f": better than {', '.join(below)}" if below else ""
+    below = (
+        min((value, name) for name, value in baselines.items() if end < value)[1:]
+        if any(end < v for v in baselines.values())
+        else ()
     )
+    message = f"{end:.3f} nats a token after {steps[-1]} steps" + "".join(f", below {name}" for name in below)
     style.title(ax, message, x="optimizer step", y="cross-entropy (nats a token)")
     return fig
 
@@ -156,24 +158,23 @@ def imbalance_curve(rows: Sequence[dict[str, Any]]) -> Figure:
     def smooth(values: list[float]) -> Any:
         return np.convolve(values, np.ones(width) / width, mode="valid")
 
-    for name in names:
-        left.plot(middle, smooth([r[name] for r in rows]), label=f"layer {int(name[6:8])}")
+    curves = [smooth([r[name] for r in rows]) for name in names]
+    for name, curve in zip(names, curves):
+        left.plot(middle, curve, label=f"layer {int(name[6:8])}")
+    start, end = (max(curve[at] for curve in curves) for at in (0, -1))
     left.legend(ncols=2)
     style.title(
         left,
-        "The router spreads its tokens within the first steps",
+        f"Worst layer's load: {start:.2f} times the mean, then {end:.2f}",
         x="optimizer step",
         y=f"max / mean load (mean of {width} steps)",
     )
-    right.plot(
-        middle,
-        smooth([r["train/load balancing loss unscaled"] / len(names) for r in rows]),
-        color=style.VERMILION,
-    )
+    balance = smooth([r["train/load balancing loss unscaled"] / len(names) for r in rows])
+    right.plot(middle, balance, color=style.VERMILION)
     style.reference_line(right, 1.0, "balanced: 1")
     style.title(
         right,
-        "Balance loss a layer: near 1, though not bounded by it",
+        f"Balance loss a layer: {balance[-1]:.3f} at the end",
         x="optimizer step",
         y="N sum f P, mean of layers",
     )
