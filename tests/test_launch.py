@@ -79,7 +79,7 @@ def kernel(code: str, marker: str) -> subprocess.Popen[str]:
     head = f"import sys; sys.path.insert(0, {str(HERE)!r}); from moe_lab import launch; import launch_targets as targets\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code],
-        env={**os.environ, MARKER: marker},
+        env={**os.environ, MARKER: marker, "TMPDIR": tempfile.gettempdir()},
         stdout=subprocess.PIPE,
         text=True,
     )
