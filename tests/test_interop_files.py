@@ -230,8 +230,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "whole numbers": (edit(lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)})), "must be floating-point"),
     "cut in the data": (cut(30_000), "is cut short: it has 30000 bytes, but its header describes"),
     "cut in the header": (cut(2_000), "is cut short: it has 2000 bytes, but its header alone takes"),
-    "empty": (cut(0), "is not a safetensors file"),
-    "text": (write("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "is not a safetensors file"),
+    "empty": (cut(0), "cannot be read: it is not a safetensors file"),
+    "text": (write("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "cannot be read: it is not a safetensors file"),
     "a pickle instead": (as_pickle("pytorch_model.bin"), "holds a pickle, pytorch_model.bin, which can run code"),
     "a pickle named otherwise": (as_pickle("model.safetensors"), "model.safetensors is a pickle"),
     "an old pickle": (old_pickle, "model.safetensors is a pickle"),
@@ -390,11 +390,11 @@ def test_safetensors_files_are_the_librarys(
 
 @pytest.mark.parametrize(
     ("header", "message"),
-    [('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "header cannot be read"),
+    [('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "its header is wrong"),
      ('{"a": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}', "holds a as F8_E4M3"),
      ('{"a": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}}', "is damaged"),
-     ('{"a": {"dtype": "U8", "shape": [-4], "data_offsets": [0, -4]}}', "header cannot be read"),
-     ('{"a": 3}', "header cannot be read"), ("[]", "header cannot be read"), ("nonsense", "header cannot be read")],
+     ('{"a": {"dtype": "U8", "shape": [-4], "data_offsets": [0, -4]}}', "its header is wrong"),
+     ('{"a": 3}', "its header is wrong"), ("[]", "its header is wrong"), ("nonsense", "its header is wrong")],
 )  # fmt: skip
 def test_headers_that_are_not_right(header: str, message: str, tmp_path: Path) -> None:
     (tmp_path / files.SINGLE).write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))

@@ -62,7 +62,9 @@ def read_header(path: Path) -> dict[str, Entry]:
                 raise DataError(
                     f"{path} is a pickle, which can run code when it is loaded: save it as safetensors"
                 )
-            raise DataError(f"{path} is not a safetensors file: its first 8 bytes are no header length")
+            raise DataError(
+                f"{path} cannot be read: it is not a safetensors file, its first 8 bytes are no header length"
+            )
         text = file.read(length)
     if len(text) < length:
         raise DataError(
@@ -88,7 +90,9 @@ def read_header(path: Path) -> dict[str, Entry]:
             entries[name] = entry
             spans.append((begin, end))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not a safetensors file: its header cannot be read ({error})") from None
+        raise DataError(
+            f"{path} cannot be read: it is not a safetensors file, its header is wrong ({error})"
+        ) from None
     spans.sort()
     whole = 8 + length + (spans[-1][1] if spans else 0)
     if size < whole:
