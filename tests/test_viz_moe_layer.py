@@ -86,7 +86,7 @@ def test_collapse_tells_rounding_from_difference():
     apart = {"no gates": 2e-7, "two gates": 0.3}
     figure = draw(merge.collapse(apart, 1.2e-7, {"two": (10.0, 9.0, 12.0), "one": (8.0, 8.0, 9.0)}))
     left, right = figure.axes
-    assert texts(left) == ["2e-07, rounding", "3e-01, differs"]
+    assert texts(left) == ["2e-07, rounding", "0.3, differs"]
     assert texts(right) == ["10.0 ms", "8.0 ms"]
     assert right.get_ylabel() == "forward and backward, ms"
 

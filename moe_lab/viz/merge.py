@@ -36,7 +36,7 @@ def collapse(
     colors = [style.BLUE if same else style.VERMILION for same in exact]
     left.barh(range(len(names)), values, color=colors)
     style.label_bars(
-        left, [f"{value:.0e}, {'rounding' if same else 'differs'}" for value, same in zip(values, exact)]
+        left, [f"{value:.2g}, {'rounding' if same else 'differs'}" for value, same in zip(values, exact)]
     )
     left.set(xscale="log", xlim=(rounding / 4, 40), yticks=range(len(names)))
     left.set_yticklabels(names)
