@@ -60,7 +60,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.set_defaults(call=lambda options: _version() if options.version else _help(parser))
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for add in (_add_run, _add_train, _add_data, _add_results, _add_doctor):
+    for add in (_add_run, _add_train, _add_data, _add_import, _add_export, _add_results, _add_doctor):
         add(commands)
     return parser, list(commands.choices)
 
@@ -210,6 +210,47 @@ def _data_prepare(options: argparse.Namespace) -> int:
         )
         print(f"{folder.path}: {splits}, vocabulary {folder.vocab_size}")
     return 0
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="a Hugging Face checkpoint to a model that training can start from",
+        description="Read an OLMoE, Mixtral, Qwen3-MoE, FlexOlmo or AFMoE checkpoint (safetensors) and write it as a model of ours.",
+        epilog="example:\n  moe-lab import OLMoE-1B-7B/ --out models/olmoe",
+    )
+    parser.add_argument("source", metavar="HF_DIR", help="folder with config.json and safetensors files")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(call=_import)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from moe_lab.interop import cli_import
+
+    return cli_import(options.source, options.out, options.json)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a model of ours to a Hugging Face checkpoint",
+        description="Write a model of ours in the layout that transformers loads.",
+        epilog="example:\n  moe-lab export runs/20261201T120000-laptop-0a1b2c/model --out my_model --architecture qwen3_moe",
+    )
+    parser.add_argument(
+        "source", metavar="DIR", help="folder of a model, such as the one in a training run's folder"
+    )
+    parser.add_argument("--out", required=True, metavar="HF_DIR", help="the folder to make")
+    parser.add_argument("--architecture", metavar="NAME", help="(default: the one that fits)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(call=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from moe_lab.interop import cli_export
+
+    return cli_export(options.source, options.out, options.architecture, options.json)
 
 
 def _add_results(commands: Any) -> None:

@@ -14,7 +14,16 @@ from moe_lab import cli
 from moe_lab.errors import DataError
 from moe_lab.records import RunRecord
 
-COMMANDS = (["run"], ["train"], ["data"], ["data", "prepare"], ["results"], ["doctor"])
+COMMANDS = (
+    ["run"],
+    ["train"],
+    ["data"],
+    ["data", "prepare"],
+    ["import"],
+    ["export"],
+    ["results"],
+    ["doctor"],
+)
 
 
 def moe_lab(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -58,7 +67,7 @@ def test_a_command_without_its_subcommand_shows_the_help(
     ("arguments", "message"),
     [
         (["rnu"], "did you mean 'run'?"),
-        (["frobnicate"], "Commands: run, train, data, results, doctor"),
+        (["frobnicate"], "Commands: run, train, data, import, export, results, doctor"),
         (["run"], "NOTEBOOK; see 'moe-lab run --help'"),
         (["run", "x.ipynb", "-p", "ranks"], "expected 2 arguments"),
         (["run", "x.ipynb", "--timeout", "soon"], "soon"),
@@ -87,6 +96,8 @@ def test_a_wrong_command_line_is_one_sentence(
         ["data", "prepare", "absent.txt", "--out", "out"],
         ["data", "prepare", "absent.txt", "--out", "out", "--val-fraction", "2"],
         ["train", "--preset", "latpop"],
+        ["import", "absent", "--out", "out"],
+        ["export", "absent", "--out", "out"],
         ["train", "--preset", "laptop", "optim.lrr=1"],
     ],
     ids=" ".join,
@@ -136,6 +147,25 @@ def test_train_passes_preset_settings_and_folder_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train, "cli_train", lambda *arguments: calls.append(arguments) or 0)
     assert cli.main(["train", "--preset", "laptop", "--out", "here", "steps=3", "optim.lr=1e-3"]) == 0
     assert calls == [("laptop", ["steps=3", "optim.lr=1e-3"], "here")]
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        (["import", "hf", "--out", "ours", "--json"], ("hf", "ours", True)),
+        (["export", "ours", "--out", "hf", "--architecture", "mixtral"], ("ours", "hf", "mixtral", False)),
+    ],
+    ids=["import", "export"],
+)
+def test_checkpoints_go_in_and_out(
+    command: list[str], given: tuple[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_lab import interop
+
+    calls = []
+    monkeypatch.setattr(interop, f"cli_{command[0]}", lambda *arguments: calls.append(arguments) or 0)
+    assert cli.main(command) == 0
+    assert calls == [given]
 
 
 NOTEBOOK = {
