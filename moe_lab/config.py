@@ -207,7 +207,8 @@ class OptimConfig:
 
     The rate rises linearly over ``warmup_steps``; then "constant" holds it, "cosine" lowers it to ``final_fraction``
     of ``lr`` at the last step, and "wsd" holds it and lowers it linearly to that over the last ``decay_steps``.
-    ``no_decay``: parameters without weight decay, "norm" (all gains) and "embedding" (the input table).
+    ``no_decay``: parameters without weight decay, "norm" (all gains) and "embedding" (the input table). ``skip_sigma``:
+    leave out a step whose loss or gradient norm exceeds the mean of the last 128 by that many standard deviations (0: none).
     """
 
     lr: float
@@ -220,10 +221,11 @@ class OptimConfig:
     decay_steps: int = 0
     final_fraction: float = 0.1
     no_decay: tuple[Literal["norm", "embedding"], ...] = ("embedding", "norm")
+    skip_sigma: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        at_least(self, 0, "weight_decay", "warmup_steps", "decay_steps", "final_fraction")
+        at_least(self, 0, "weight_decay", "warmup_steps", "decay_steps", "final_fraction", "skip_sigma")
         for name in ("lr", "eps", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 fail(self, name, "above 0")
@@ -239,6 +241,10 @@ class ParallelConfig:
 
     ``dp`` 0 means all ranks that pp leaves. ``capacity_factor`` bounds the rows a rank receives in transports with
     fixed buffers (report, section 10.3); ``local`` and ``all_to_all`` drop nothing and ignore it.
+
+    ``data_parallel``: "ddp" keeps whole weights on each rank and reduces gradients once a step, in buckets of ``bucket_mib``;
+    with ``shard_optimizer`` each rank keeps only its share of the fp32 master and moments. "fsdp" is the baseline that it
+    replaced: weights sharded over ``fsdp_shard`` ranks (0: all of dp; fewer is HSDP) and gathered for every microbatch.
     """
 
     dp: int = 0
@@ -248,11 +254,20 @@ class ParallelConfig:
     transport: Transport = "local"
     capacity_factor: float = 1.25
     recompute: Recompute = "none"
+    data_parallel: Literal["ddp", "fsdp"] = "ddp"
+    shard_optimizer: bool = True
+    bucket_mib: int = 64
+    fsdp_shard: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
         at_least(self, 0, "dp")
-        at_least(self, 1, "ep", "pp", "virtual_stages")
+        at_least(self, 1, "ep", "pp", "virtual_stages", "bucket_mib")
+        at_least(self, 0, "fsdp_shard")
+        if self.data_parallel == "fsdp" and (self.ep > 1 or self.pp > 1):
+            raise ConfigError(
+                f"ParallelConfig.data_parallel is 'fsdp', a baseline without expert or pipeline parallelism, but ep is {self.ep} and pp {self.pp}"
+            )
         if self.capacity_factor <= 0:
             fail(self, "capacity_factor", "above 0")
         if self.dp and self.dp % self.ep:
@@ -272,6 +287,10 @@ class ParallelConfig:
         if self.dp not in (0, dp):
             raise ConfigError(
                 f"ParallelConfig has pp {self.pp} x dp {self.dp} = {self.pp * self.dp} ranks, but {world} are running"
+            )
+        if self.fsdp_shard and dp % self.fsdp_shard:
+            raise ConfigError(
+                f"ParallelConfig.fsdp_shard is {self.fsdp_shard}, which does not divide {dp} data-parallel ranks"
             )
         return dataclasses.replace(self, dp=dp)
 

@@ -101,7 +101,11 @@ def _reference(
         balance_loss=lb, router_z_loss=router_z, assignment=assignment,
     )  # fmt: skip
     optim = train.pop("optim", None) or OptimConfig(
-        lr=lr, schedule="constant", warmup_steps=WARMUP_TOKENS // tokens, no_decay=("embedding", "norm")
+        lr=lr,
+        schedule="constant",
+        warmup_steps=WARMUP_TOKENS // tokens,
+        no_decay=("embedding", "norm"),
+        skip_sigma=12.0,
     )
     capacity = train.pop("capacity", 1.1875)
     parallel = ParallelConfig(
@@ -152,7 +156,9 @@ def _production(name: str, size: str, tokens: int, microbatch: int, gpus: int, *
 def _benchmark(name: str, **changes: Any) -> TrainConfig:
     """A benchmark row: norms after each branch, cosine schedule, weight decay on everything but the embeddings."""
     lr, warmup, steps = changes.pop("lr", 3e-4), changes.pop("warmup", 10), changes.pop("steps", 100)
-    optim = OptimConfig(lr=lr, schedule="cosine", warmup_steps=warmup, no_decay=("embedding",))
+    optim = OptimConfig(
+        lr=lr, schedule="cosine", warmup_steps=warmup, no_decay=("embedding",), skip_sigma=12.0
+    )
     arguments = {"dense": 1, "placement": "post", "router_z": 1e-4, "capacity": 1.25, **changes}
     return _reference(name, lr=lr, optim=optim, steps=steps, **arguments)
 

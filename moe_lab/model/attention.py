@@ -17,7 +17,7 @@ class Context:
     """What all blocks of one forward pass share.
 
     ``rope``: cos and sin tables. ``documents_BS``: document number of each position (negative: padding), or None when
-    each sequence is one document. ``padding_BS``: true where a position is padding, or None. ``aux_weight``: what the
+    each sequence is one document. ``aux_weight``: what the
     auxiliary losses of this microbatch are multiplied by, its share of the step's tokens. ``masks``: attention masks by
     window size, made once.
     """

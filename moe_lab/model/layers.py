@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_lab.ops.linear import linear
 from moe_lab.ops.rmsnorm import rms_norm
 from moe_lab.ops.swiglu import swiglu
 
@@ -19,7 +20,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in] -> [..., out]``."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_lab.config import ModelConfig
@@ -15,6 +14,7 @@ from moe_lab.model.block import Block
 from moe_lab.model.init import initialize
 from moe_lab.model.layers import Embedding, Linear, RMSNorm
 from moe_lab.model.moe import MoELayer
+from moe_lab.ops.linear import linear
 
 
 class Transformer(nn.Module):
@@ -32,6 +32,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         if not config.tie_embeddings:
             self.head = Linear(config.d_model, config.vocab_size)
+        else:
+            self.embedding.weight.gradient_uses = 2  # type: ignore[attr-defined] # backward adds to it at both ends
 
     def forward(
         self, tokens_BS: Tensor, documents_BS: Tensor | None = None, aux_weight: float = 1.0
@@ -57,7 +59,7 @@ class Transformer(nn.Module):
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Hidden states to logits, ``[B, S, D] -> [B, S, V]``."""
         weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
-        return F.linear(self.norm(x_BSD), weight)
+        return linear(self.norm(x_BSD), weight)
 
     def moe_layers(self) -> Iterator[tuple[int, MoELayer]]:
         """(layer index, MoE layer) of every block that holds experts."""
@@ -79,7 +81,9 @@ def build(
     those who fill them from a file.
     """
     with torch.device("meta"):
-        model = Transformer(config).to(dtype)
+        model = Transformer(config)
+    for parameter in model.parameters():  # buffers, the selection bias, stay fp32
+        parameter.data = parameter.data.to(dtype)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_lab.errors import RoutingError
 from moe_lab.ops import reference_only
+from moe_lab.ops.gradient import GradientSlot, slot_of
 
 
 def reference(x_RA: Tensor, w_EBA: Tensor, offsets: Tensor) -> Tensor:
@@ -41,43 +42,64 @@ class _GroupedLinear(torch.autograd.Function):
     """y = x w_e^T by runs, with both gradients by runs: no graph of one node an expert."""
 
     @staticmethod
-    def forward(ctx: Any, x_RA: Tensor, w_EBA: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RA: Tensor, w_EBA: Tensor, offsets: Tensor, slot: GradientSlot | None) -> Tensor:
         ctx.save_for_backward(x_RA, w_EBA, offsets)
+        ctx.slot = slot
         if _device_offsets(x_RA):
             return F.grouped_mm(x_RA, w_EBA.transpose(1, 2), offs=offsets)
         ctx.ends = offsets.tolist()
         out = x_RA.new_zeros(x_RA.shape[0], w_EBA.shape[1])
-        start = 0
-        for weight, end in zip(w_EBA, ctx.ends):
+        for weight, (start, end) in zip(w_EBA, _runs(ctx.ends)):
             if end > start:
                 torch.mm(x_RA[start:end], weight.T, out=out[start:end])
-            start = end
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_RB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RA, w_EBA, offsets = ctx.saved_tensors
+        slot: GradientSlot | None = ctx.slot
         grad_RB = grad_RB.contiguous()
-        grad_x = grad_w = None
-        if _device_offsets(x_RA):
-            if ctx.needs_input_grad[0]:
-                grad_x = F.grouped_mm(grad_RB, w_EBA, offs=offsets)
-            if ctx.needs_input_grad[1]:
-                grad_w = F.grouped_mm(grad_RB.T, x_RA, offs=offsets)
-            return grad_x, grad_w, None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.zeros_like(x_RA)
-        if ctx.needs_input_grad[1]:
-            grad_w = torch.zeros_like(w_EBA)
-        start = 0
-        for expert, end in enumerate(ctx.ends):
-            if end > start:
-                if grad_x is not None:
-                    torch.mm(grad_RB[start:end], w_EBA[expert], out=grad_x[start:end])
-                if grad_w is not None:
-                    torch.mm(grad_RB[start:end].T, x_RA[start:end], out=grad_w[expert])
-            start = end
-        return grad_x, grad_w, None
+        grad_w = _weight_gradient(ctx, x_RA, w_EBA, grad_RB, offsets) if ctx.needs_input_grad[1] else None
+        grad_x = _input_gradient(ctx, x_RA, w_EBA, grad_RB, offsets) if ctx.needs_input_grad[0] else None
+        if slot is not None and ctx.needs_input_grad[1]:
+            slot.mark()
+        return grad_x, grad_w, None, None
+
+
+def _weight_gradient(
+    ctx: Any, x_RA: Tensor, w_EBA: Tensor, grad_RB: Tensor, offsets: Tensor
+) -> Tensor | None:
+    """By runs, ``[E, B, A]``; into the slot, if there is one, and then None."""
+    slot: GradientSlot | None = ctx.slot
+    if _device_offsets(x_RA):
+        whole = F.grouped_mm(grad_RB.T, x_RA, offs=offsets)
+        if slot is None:
+            return whole
+        slot.add(whole)
+        return None
+    grad_w = torch.zeros_like(w_EBA) if slot is None else None
+    for expert, (start, end) in enumerate(_runs(ctx.ends)):
+        if end == start:
+            continue
+        if slot is not None:
+            slot.add_product(grad_RB[start:end].T, x_RA[start:end], part=expert)
+        elif grad_w is not None:
+            torch.mm(grad_RB[start:end].T, x_RA[start:end], out=grad_w[expert])
+    return grad_w
+
+
+def _input_gradient(ctx: Any, x_RA: Tensor, w_EBA: Tensor, grad_RB: Tensor, offsets: Tensor) -> Tensor:
+    if _device_offsets(x_RA):
+        return F.grouped_mm(grad_RB, w_EBA, offs=offsets)
+    grad_x = torch.zeros_like(x_RA)
+    for expert, (start, end) in enumerate(_runs(ctx.ends)):
+        if end > start:
+            torch.mm(grad_RB[start:end], w_EBA[expert], out=grad_x[start:end])
+    return grad_x
+
+
+def _runs(ends: list[int]) -> list[tuple[int, int]]:
+    return list(zip([0, *ends[:-1]], ends))
 
 
 def grouped_linear(x_RA: Tensor, w_EBA: Tensor, offsets: Tensor) -> Tensor:
@@ -90,10 +112,6 @@ def grouped_linear(x_RA: Tensor, w_EBA: Tensor, offsets: Tensor) -> Tensor:
             f"grouped product of rows {tuple(x_RA.shape)} with weights {tuple(w_EBA.shape)} needs int32 offsets of shape "
             f"({w_EBA.shape[0]},) and equal last dimensions, but got {offsets.dtype} offsets of shape {tuple(offsets.shape)}"
         )
-    if torch.is_autocast_enabled(x_RA.device.type):
-        # As F.linear would: both operands in the lower type, gradients cast back by autograd.
-        lower = torch.get_autocast_dtype(x_RA.device.type)
-        x_RA, w_EBA = x_RA.to(lower), w_EBA.to(lower)
     if reference_only():
         return reference(x_RA, w_EBA, offsets)
-    return _GroupedLinear.apply(x_RA, w_EBA, offsets)
+    return _GroupedLinear.apply(x_RA, w_EBA, offsets, slot_of(w_EBA))

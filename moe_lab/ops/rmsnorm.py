@@ -26,7 +26,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         # The norm of a row is one pass that writes one number; x * x would write the whole array once more.
-        factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        factor = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        )
         ctx.save_for_backward(x, gain, factor)
         return (x * factor).mul_(gain)
 

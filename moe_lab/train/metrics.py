@@ -25,28 +25,26 @@ class StepMetrics:
         self.layers = list(model.moe_layers())
         self.pending: list[tuple[int, float, Tensor]] = []
 
-    def add(self, step: int, lr: float, sums: list[LossSums], norm: Tensor) -> None:
-        """One finished step: its microbatches' loss sums on this rank and the gradient norm. One small all-reduce."""
-        losses = torch.stack(
-            [torch.stack([s.cross_entropy.detach(), s.z.detach(), s.labels]).double() for s in sums]
-        ).sum(0)
-        parts = [losses]
+    def reduce(self, sums: list[LossSums]) -> Tensor:
+        """Sums of a step's microbatches over all ranks, fp64 on the device: cross-entropy, z, labels, then by layer.
+
+        By MoE layer: balance loss, router z-loss, microbatches, and the counts of its experts. One small all-reduce.
+        """
+        losses = [torch.stack([s.cross_entropy, s.z, s.labels.to(s.z.dtype)]).double() for s in sums]
+        parts = [torch.stack(losses).sum(0)]
         for _, layer in self.layers:
             stats = layer.stats
             assert stats.counts is not None
             assert stats.balance is not None
             assert stats.z is not None
-            head = torch.stack(
-                [
-                    stats.balance.double(),
-                    stats.z.double(),
-                    stats.balance.new_tensor(stats.microbatches).double(),
-                ]
-            )
-            parts += [head, stats.counts.double()]
+            microbatches = torch.full_like(stats.balance, stats.microbatches)
+            parts += [torch.stack([stats.balance, stats.z, microbatches]).double(), stats.counts.double()]
             stats.clear()
-        row = sum_over_ranks(torch.cat(parts))
-        self.pending.append((step, lr, torch.cat([row, norm.double().reshape(1)])))
+        return sum_over_ranks(torch.cat(parts))
+
+    def add(self, step: int, lr: float, row: Tensor, norm: Tensor, applied: Tensor) -> None:
+        """Keep a finished step: what :meth:`reduce` returned, the gradient norm, and whether the step was applied."""
+        self.pending.append((step, lr, torch.cat([row, torch.stack([norm.double(), applied.double()])])))
 
     def fetch(self) -> list[dict[str, Any]]:
         """The collected steps as dicts, oldest first; waits for the device once."""
@@ -66,7 +64,8 @@ class StepMetrics:
             "train/PPL": math.exp(min(loss, 80.0)),
             "train/Z loss": self.config.z_loss * z / labels,
             "optim/LR": lr,
-            "optim/total grad norm": row[-1],
+            "optim/total grad norm": row[-2],
+            "optim/step skipped": 1 - row[-1],
             "throughput/total tokens": step * self.config.tokens_per_step,
         }
         moe = self.config.model.moe

@@ -1,17 +1,16 @@
 """The training loop. Lesson: 00_start_here.
 
-A step: ``microbatches`` forward and backward passes, one sum of gradients over the ranks, clipping, AdamW. Microbatch j
+A step: ``microbatches`` forward and backward passes, one reduction of gradients over the ranks, clipping, AdamW. Microbatch j
 of the step's dp * m holds sequences j * microbatch_sequences onwards of the data's order, and rank r takes the m that
 start at r * m; so the same run over another number of ranks computes the same microbatches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,16 +21,25 @@ from moe_lab.errors import ConfigError
 from moe_lab.fields import to_dict
 from moe_lab.launch import heartbeat
 from moe_lab.launch.worker import device as rank_device
-from moe_lab.model import IGNORE, LossSums, build, cross_entropy
+from moe_lab.model import IGNORE, LossSums, Transformer, build, cross_entropy
 from moe_lab.ops import reference_only
-from moe_lab.parallel import sum_gradients, sum_over_ranks, world
+from moe_lab.parallel import (
+    Mesh,
+    ShardedDataParallel,
+    sum_over_ranks,
+    weight_decay_of,
+    world,
+)
 from moe_lab.records import RunRecord
 from moe_lab.train.generate import generate
 from moe_lab.train.metrics import StepMetrics, summary_line
-from moe_lab.train.optim import build_optimizer, clip_gradients, learning_rate
-from moe_lab.train.store import save_model
+from moe_lab.train.optim import exempt_modules, learning_rate
+from moe_lab.train.store import load_weights, save_model
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+if TYPE_CHECKING:
+    from moe_lab.parallel.fsdp import FullyShardedBaseline
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_PROMPT = "And the LORD said"
 SAMPLE_TOKENS = 200
 
@@ -66,12 +74,26 @@ class Trainer:
                 f"the token folder uses ids up to {self.tokens.vocab_size - 1}, but ModelConfig.vocab_size is {config.model.vocab_size}"
             )
         self.train_data = Batches(
-            self.tokens, "train", config.sequence_length, config.data.seed, documents=config.data.mask_documents
+            self.tokens,
+            "train",
+            config.sequence_length,
+            config.data.seed,
+            documents=config.data.mask_documents,
         )
         self._validation(1)  # refuses a split that holds no sequence, before anything is written
-        self.model = build(config.model, self.device, DTYPES[config.precision])
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.parameters = list(self.model.parameters())
+        self.mesh = Mesh(self.parallel, self.device.type)
+        self.model = self._build_model()
+        decays = weight_decay_of(self.model, exempt_modules(config.optim))
+        self.engine: ShardedDataParallel | FullyShardedBaseline
+        if self.parallel.data_parallel == "fsdp":
+            from moe_lab.parallel.fsdp import FullyShardedBaseline
+
+            compute = DTYPES[config.precision]
+            self.engine = FullyShardedBaseline(
+                self.model, self.mesh, self.parallel, config.optim, decays, compute
+            )
+        else:
+            self.engine = ShardedDataParallel(self.model, self.mesh, self.parallel, config.optim, decays)
         self.metrics = StepMetrics(config, self.model)
         self.step = 0
         self.show = show and self.rank == 0
@@ -86,6 +108,16 @@ class Trainer:
                 paths=self.paths(),
             )
 
+    def _build_model(self) -> Transformer:
+        config = self.config
+        dtype = DTYPES[config.precision]
+        if self.parallel.data_parallel == "fsdp" and config.precision == "bf16":
+            dtype = torch.float32  # FSDP2 stores the fp32 master in shards and gathers it in bf16
+        model = build(config.model, self.device, dtype, initial=not config.initial_model)
+        if config.initial_model:
+            load_weights(model, config.initial_model)
+        return model
+
     def layout(self) -> dict[str, Any]:
         """The resolved layout, as the record states it."""
         p = self.parallel
@@ -97,14 +129,24 @@ class Trainer:
 
     def paths(self) -> dict[str, Any]:
         """Which implementations run, as the record states it."""
-        bf16 = self.config.precision == "bf16"
+        p = self.parallel
+        fsdp = p.data_parallel == "fsdp"
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        shards = (
+            f"FSDP2 over {p.fsdp_shard or p.dp} of {p.dp} ranks"
+            if fsdp
+            else f"DDP over {p.dp} ranks, gradients reduced once a step"
+        )
+        if not fsdp and p.dp > 1:
+            shards += ", optimizer state sharded" if p.shard_optimizer else ", optimizer state on every rank"
         return {
             "device": name,
-            "precision": "bf16 autocast over fp32 parameters" if bf16 else self.config.precision,
+            "precision": "bf16 weights, fp32 masters and gradients"
+            if self.config.precision == "bf16"
+            else self.config.precision,
             "ops": "reference" if reference_only() else "fast",
-            "transport": self.parallel.transport,
-            "data_parallel": "all-reduce of whole gradients" if self.ranks > 1 else "one process",
+            "transport": p.transport,
+            "data_parallel": shards,
         }
 
     def fit(self) -> dict[str, Any]:
@@ -178,23 +220,21 @@ class Trainer:
             counted = sum(int((b[1] != IGNORE).sum()) for b in batches)
             labels = sum_over_ranks(torch.tensor(float(counted), device=self.device))
         share = 1.0 / (self.microbatches * self.parallel.dp)
+        scale = self.engine.loss_scale
+        self.engine.begin()
         sums = []
-        for tokens, targets, documents in batches:
-            with self._autocast():
-                logits = self.model(tokens, documents, aux_weight=share)
+        for index, (tokens, targets, documents) in enumerate(batches):
+            self.engine.last = index == len(batches) - 1
+            logits = self.model(tokens, documents, aux_weight=share * scale)
             part = cross_entropy(logits, targets)
-            loss = (part.cross_entropy + config.z_loss * part.z) / labels
-            loss.backward()
+            ((part.cross_entropy + config.z_loss * part.z) / labels * scale).backward()
             sums.append(LossSums(part.cross_entropy.detach(), part.z.detach(), part.labels))
-        sum_gradients(self.parameters)
-        norm = clip_gradients(self.parameters, config.optim.max_grad_norm)
+        self.engine.finish()
         lr = learning_rate(config.optim, self.step, config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        row = self.metrics.reduce(sums)
+        norm, applied = self.engine.step(lr, row[0] / row[2])
         self.step += 1
-        self.metrics.add(self.step, lr, sums, norm)
+        self.metrics.add(self.step, lr, row, norm, applied)
 
     def _microbatch(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         count = self.config.microbatch_sequences
@@ -204,11 +244,6 @@ class Trainer:
     def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
         moved = [part.to(self.device, non_blocking=True) for part in batch]
         return moved[0], moved[1], moved[2] if len(moved) > 2 else None
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
 
     def _validation(self, sequences: int) -> Iterator[tuple[Tensor, ...]]:
         config = self.config
@@ -224,8 +259,7 @@ class Trainer:
         self.model.eval()
         for batch in self._validation(sequences):
             tokens, targets, documents = self._to_device(batch)
-            with self._autocast():
-                part = cross_entropy(self.model(tokens, documents), targets)
+            part = cross_entropy(self.model(tokens, documents), targets)
             sums += torch.stack([part.cross_entropy.double(), part.labels.double()])
         self.model.train()
         loss, labels = sum_over_ranks(sums).tolist()
@@ -252,6 +286,10 @@ def check_supported(config: TrainConfig) -> None:
     if config.precision not in DTYPES:
         raise ConfigError(
             f"TrainConfig.precision is {config.precision!r}, which this version describes but cannot train in: use {', '.join(DTYPES)}"
+        )
+    if p.data_parallel == "fsdp" and world()[1] == 1:
+        raise ConfigError(
+            "ParallelConfig.data_parallel is 'fsdp', which shards weights over ranks and needs at least 2, but this is 1"
         )
     if p.ep > 1 or p.pp > 1 or p.transport != "local" or p.recompute != "none":
         raise ConfigError(

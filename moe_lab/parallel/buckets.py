@@ -1,0 +1,95 @@
+"""Flat memory for parameters and gradients, cut into buckets that are communicated whole.
+
+A bucket holds parameters of one process group, one kind of weight decay and one type, in reverse order of the model, since
+backward reaches the last layers first. Its weights and its gradients are two flat arrays; parameters and gradient slots are
+views of them. Padded to a multiple of the group, so that each rank of the group owns an equal, contiguous shard: balanced
+whatever the tensors' shapes, one collective a bucket, and no packing. Lesson: 04_data_parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moe_lab.parallel.mesh import Group
+
+ALIGNMENT = 64  # elements: every parameter starts at a multiple, for aligned and vectorised access
+
+
+@dataclass
+class Member:
+    """A parameter's place in its bucket: elements ``start .. start + parameter.numel()``."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+
+@dataclass
+class Bucket:
+    """``weights`` and ``gradients``: flat arrays of ``size`` elements; ``shard``: the slice this rank owns."""
+
+    group: Group
+    kind: str
+    decay: bool
+    members: list[Member] = field(default_factory=list)
+    size: int = 0
+    weights: Tensor = field(init=False)
+    gradients: Tensor = field(init=False)
+    shard: slice = field(init=False)
+
+    def allocate(self, shards: int) -> None:
+        """Make the flat arrays, move the parameters into ``weights``, cut ``shards`` equal shards."""
+        unit = ALIGNMENT * shards
+        self.size = -(-self.size // unit) * unit
+        first = self.members[0].parameter
+        self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros(
+            self.size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
+        )
+        for member in self.members:
+            view = self.view(self.weights, member)
+            view.copy_(member.parameter.detach())
+            member.parameter.data = view
+        length = self.size // shards
+        index = self.group.rank if shards > 1 else 0
+        self.shard = slice(index * length, (index + 1) * length)
+
+    @staticmethod
+    def view(flat: Tensor, member: Member) -> Tensor:
+        """The part of a flat array that belongs to ``member``, in its shape."""
+        return flat[member.start : member.start + member.parameter.numel()].view(member.parameter.shape)
+
+
+def build_buckets(
+    named: Iterable[tuple[str, nn.Parameter]],
+    group_of: Callable[[str], tuple[str, Group]],
+    decays: Callable[[str], bool],
+    bucket_elements: int,
+    sharded: bool,
+) -> list[Bucket]:
+    """Buckets of at most about ``bucket_elements`` (a larger parameter has one alone), in the order they fill in backward.
+
+    ``group_of(name)``: (kind, group) that the parameter's gradient is reduced over; ``decays(name)``: weight decay or not.
+    """
+    filling: dict[tuple[str, bool, torch.dtype], Bucket] = {}
+    closed: list[Bucket] = []
+    for name, parameter in reversed(list(named)):
+        kind, group = group_of(name)
+        key = (kind, decays(name), parameter.dtype)
+        bucket = filling.get(key)
+        if bucket is None or bucket.size + parameter.numel() > bucket_elements:
+            if bucket is not None:
+                closed.append(bucket)
+            bucket = filling[key] = Bucket(group, kind, key[1])
+        bucket.members.append(Member(name, parameter, bucket.size))
+        bucket.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    position = {name: index for index, (name, _) in enumerate(named)}
+    # A bucket is complete when its earliest parameter is: the later that is, the later the bucket is reduced.
+    buckets = sorted([*closed, *filling.values()], key=lambda b: -min(position[m.name] for m in b.members))
+    for bucket in buckets:
+        bucket.allocate(bucket.group.size if sharded else 1)
+    return buckets

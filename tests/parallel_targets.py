@@ -1,0 +1,87 @@
+"""Functions that the data-parallel tests run on ranks. Several cases a call, since starting ranks is the slow part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_lab.config import ParallelConfig, TrainConfig
+from moe_lab.fields import from_dict, override
+from moe_lab.ops.linear import linear
+from moe_lab.parallel import CommLog, Mesh, ShardedDataParallel, world
+from moe_lab.train import Trainer
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter that may be a DTensor."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def train(config: dict[str, Any], variants: list[list[str]], steps: int) -> dict[str, Any]:
+    """Train ``steps`` steps for each list of overrides; losses, norms, and the first step's and last parameters on rank 0."""
+    results = []
+    for changes in variants:
+        trainer = Trainer(override(from_dict(TrainConfig, config), changes), show=False)
+        with CommLog() as log:
+            trainer.train_step()
+        sent = {"wire": log.wire_bytes(), "kinds": log.by_kind(), "unknown": dict(log.unknown)}
+        for _ in range(steps - 1):
+            trainer.train_step()
+        rows = trainer.metrics.fetch()
+        parameters = {n: full(p.detach()).flatten().tolist() for n, p in trainer.model.named_parameters()}
+        results.append(
+            {
+                "losses": [r["train/CE loss"] for r in rows],
+                "norms": [r["optim/total grad norm"] for r in rows],
+                "parameters": parameters if world()[0] == 0 else None,
+                "sent": sent,
+                "memory": trainer.engine.memory() if hasattr(trainer.engine, "memory") else None,
+                "buckets": [[b.size, b.group.size] for b in getattr(trainer.engine, "buckets", [])],
+            }
+        )
+    return {"variants": results}
+
+
+def gap(sharded: bool) -> dict[str, Any]:
+    """Two weights; the second is used on rank 1 only. One step of the optimizer; decay must reach both everywhere."""
+    rank, ranks = world()
+    model = torch.nn.ParameterDict(
+        {"a": torch.nn.Parameter(torch.ones(3, 4)), "b": torch.nn.Parameter(torch.ones(3, 4))}
+    )
+    parallel = ParallelConfig(shard_optimizer=sharded).resolve(ranks)
+    from moe_lab.config import OptimConfig
+
+    optim = OptimConfig(lr=0.1, weight_decay=0.5, max_grad_norm=1e9)
+    engine = ShardedDataParallel(model, Mesh(parallel), parallel, optim, {"a": True, "b": True})
+    x = torch.full((2, 4), float(rank + 1))
+    engine.begin()
+    engine.last = True
+    y = linear(x, model["a"]).sum()
+    if rank == 1:
+        y = y + linear(x, model["b"]).sum()
+    y.backward()
+    engine.finish()
+    norm, applied = engine.step(0.1, torch.tensor(1.0))
+    return {
+        "norm": norm.item(),
+        "applied": applied.item(),
+        "a": model["a"].tolist(),
+        "b": model["b"].tolist(),
+    }
+
+
+def grid(pp: int, ep: int) -> dict[str, Any]:
+    """The mesh's groups as this rank sees them."""
+    import torch.distributed as dist
+
+    transport = "all_to_all" if ep > 1 else "local"
+    mesh = Mesh(ParallelConfig(pp=pp, ep=ep, transport=transport))
+
+    def members(group: Any) -> list[int]:
+        return dist.get_process_group_ranks(group.handle) if group.handle is not None else [dist.get_rank()]
+
+    return {
+        "ranks": mesh.ranks.tolist(),
+        **{name: members(getattr(mesh, name)) for name in ("pp", "dp", "edp", "ep")},
+    }
