@@ -125,7 +125,7 @@ def test_inputs_are_protected_from_solutions(capsys):
 def test_same_prints_the_difference_and_stops_at_its_tolerance(capsys):
     reference = torch.tensor([1.0, -4.0])
     assert checks.same("output", torch.tensor([1.0, -4.0]), reference) == 0.0
-    assert "same  output: largest difference 0.0e+00" in capsys.readouterr().out
+    assert "same  output: 0.0e+00 apart, allowed 1e-06" in capsys.readouterr().out
     with pytest.raises(
         AssertionError, match=r"output: 1 of 2 values of mine differ; the furthest, mine\[0\], is 1.5"
     ):

@@ -32,7 +32,7 @@ def same(name: str, mine: Tensor, reference: Tensor, tolerance: float = 1e-6) ->
         raise AssertionError(
             f"{name}: {explain('mine', mine, reference, tolerance) or f'difference {apart:.1e}'}"
         )
-    print(f"same  {name}: largest difference {apart:.1e} of the largest value, allowed {tolerance:.0e}")
+    print(f"same  {name}: {apart:.1e} apart, allowed {tolerance:.0e}")
     return apart
 
 
