@@ -17,8 +17,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
-import zstandard
-
 from moe_lab.errors import DataError
 
 CHUNK = 1 << 20  # bytes read at a time
@@ -123,6 +121,8 @@ class _Reader(Protocol):
 
 
 def _zstd_chunks(file: _Reader) -> Iterator[bytes]:
+    import zstandard  # here, so that plain text needs no such package
+
     # decompressobj, because zstandard's stream_reader ends a truncated frame like a whole one, without an error.
     decompressor = zstandard.ZstdDecompressor()
     frame = None
@@ -131,7 +131,10 @@ def _zstd_chunks(file: _Reader) -> Iterator[bytes]:
     while data := file.read(ZSTD_INPUT):
         while data:
             frame = frame or decompressor.decompressobj()
-            parts.append(frame.decompress(data))
+            try:
+                parts.append(frame.decompress(data))
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from error  # damage, told as gzip tells it
             size += len(parts[-1])
             data = b""
             if frame.eof:
@@ -159,7 +162,7 @@ def read_chunks(source: Source) -> Iterator[bytes]:
                 while data := file.read(CHUNK):
                     yield data
             source.bytes, source.sha256 = reader.count, reader.digest.hexdigest()
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             f"{source.path} cannot be decompressed ({error}): it is damaged or not a {packed} file"
         ) from error
