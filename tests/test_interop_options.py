@@ -24,7 +24,7 @@ from interop_models import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_lab import presets
-from moe_lab.config import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from moe_lab.config import AttentionConfig, ModelConfig, MoEConfig, TrainConfig
 from moe_lab.errors import ConfigError
 from moe_lab.fields import from_dict, to_dict
 from moe_lab.interop import import_checkpoint, model_config, save_pretrained
@@ -32,7 +32,6 @@ from moe_lab.interop.families import FAMILIES as TABLE
 from moe_lab.interop.options import choose, hf_config, problems
 from moe_lab.model import Transformer, build, cross_entropy
 from moe_lab.plan import count_parameters
-from moe_lab.train.optim import build_optimizer
 from moe_lab.train.store import FREE, load_weights, save_model, with_initial_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -286,7 +285,7 @@ def test_training_goes_on_from_an_imported_model(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, reference.state_dict()[name].float())
-    optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, VOCAB, (4, 17), generator=torch.Generator().manual_seed(6))
     losses = []
     for _ in range(6):

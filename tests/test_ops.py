@@ -102,7 +102,9 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(gradients(y, [x, gain]), gradients(expected, [x, gain]))
     low = x.detach().bfloat16()
-    assert torch.equal(rmsnorm.rms_norm(low, gain.bfloat16(), 1e-3), rmsnorm.reference(low, gain.bfloat16(), 1e-3))
+    assert torch.equal(
+        rmsnorm.rms_norm(low, gain.bfloat16(), 1e-3), rmsnorm.reference(low, gain.bfloat16(), 1e-3)
+    )
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -14,13 +14,14 @@ from moe_lab import launch, presets
 from moe_lab.config import OptimConfig, TrainConfig
 from moe_lab.data import prepare
 from moe_lab.errors import ConfigError, DataError
-from moe_lab.fields import to_dict
+from moe_lab.fields import override, to_dict
 from moe_lab.launch.worker import init_process_group
 from moe_lab.model import build
 from moe_lab.parallel import weight_decay_of
 from moe_lab.records import RunRecord
 from moe_lab.train import Trainer, fit_ranks, generate, load_model, save_model
 from moe_lab.train.optim import exempt_modules, learning_rate
+from moe_lab.train.store import with_initial_model
 
 TINY: dict[str, Any] = {
     "n_layers": 2, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "expert_hidden": 16, "shared_hidden": 8,
@@ -263,6 +264,21 @@ def test_models_that_do_not_load_say_why(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(DataError, match="cannot be read"):
         load_model(folder)
+
+
+def test_training_goes_on_from_a_stored_model(tmp_path: Path) -> None:
+    first, results = trained(tiny(steps=40, eval_every=0), tmp_path / "first")
+    folder = tmp_path / "first" / "model"
+    config = with_initial_model(tiny(steps=4, eval_every=0, seed=7), folder)
+    second = Trainer(config, show=False)
+    for (name, a), b in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    second.train_step()
+    (row,) = second.metrics.fetch()
+    assert row["train/CE loss"] == pytest.approx(results["final train CE loss"], abs=0.3)
+    with pytest.raises(ConfigError, match=r"top_k is 1, but 2 in the initial model"):
+        Trainer(override(config, ["top_k=1"]), tmp_path / "no", show=False)
+    assert not (tmp_path / "no").exists()
 
 
 def test_one_process_needs_no_launcher() -> None:

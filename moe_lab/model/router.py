@@ -37,7 +37,9 @@ class Router(nn.Module):
                 scores = torch.sigmoid(logits)
             else:
                 scores = torch.softmax(logits, -1)
-            chosen = self._choose(logits if config.gating == "topk_softmax" else scores)
+            # Scores keep the order of the logits, but far apart they saturate and tie; only a bias on scores needs them.
+            biased_scores = config.selection_bias and config.gating != "topk_softmax"
+            chosen = self._choose(scores if biased_scores else logits)
             if config.gating == "topk_softmax":
                 weights = torch.softmax(logits.gather(1, chosen), -1)
             else:
