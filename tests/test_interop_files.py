@@ -169,7 +169,8 @@ def test_memory_stays_at_one_tensor(tmp_path: Path) -> None:
     assert peak["size"] > 100
     assert peak["import"] < 12
     assert peak["export"] < 12
-    assert peak["size"] - 1 < peak["load"] < peak["size"] + 12
+    # Loading may reuse the few pages that importing and exporting freed, so it can also grow by a little less than the model.
+    assert peak["size"] - 12 < peak["load"] < peak["size"] + 12
 
 
 # Files that are not right. Each case changes a good checkpoint and says what the one sentence must hold.

@@ -50,6 +50,7 @@ class ShardedDataParallel:
 
     @last.setter
     def last(self, value: bool) -> None:
+        """Say so before that backward."""
         self.reducer.last = value
 
     def begin(self) -> None:
