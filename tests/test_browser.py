@@ -104,7 +104,7 @@ def test_start_here_in_a_browser(lab: str, tmp_path: Path) -> None:
             timeout=90_000,
         )
         page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
-        sliders = page.locator(".gpus-text")
+        sliders = page.locator(".explore-text")
         failed = page.locator("[data-mime-type='application/vnd.jupyter.error']")
         expect(sliders.or_(failed).first).to_be_visible(timeout=300_000)
         assert failed.count() == 0, failed.first.inner_text()

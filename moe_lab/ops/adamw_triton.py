@@ -1,13 +1,14 @@
 """The AdamW step of ``adamw.py`` as one Triton kernel: each value read and written once, the bf16 copy written beside it."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_lab.ops.adamw import Hyper
+if TYPE_CHECKING:
+    from moe_lab.ops.adamw import Hyper
 
 BLOCK = 1024
 
@@ -35,7 +36,7 @@ def _kernel(
 
 
 def launch(
-    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: Tensor, lr: float, hyper: Hyper,
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: Tensor, lr: float, hyper: "Hyper",
     scale: Tensor, apply: Tensor,
 ) -> None:  # fmt: skip
     """As :func:`moe_lab.ops.adamw.adamw`, for fp32 arrays on a CUDA device; ``weight`` None writes no copy."""

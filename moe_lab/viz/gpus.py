@@ -6,19 +6,19 @@ sliders in front of both. Lessons: 00_start_here, 09_capacity_planner.
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import ipywidgets as widgets
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from moe_lab.config import ModelConfig
-from moe_lab.errors import ConfigError
 from moe_lab.plan import Holding, holdings
 from moe_lab.viz import style
+from moe_lab.viz.widgets import explore
 
 GIB = 2**30
 _KINDS = (
@@ -113,13 +113,11 @@ def draw(held: Sequence[Holding], memory_gib: float, title: str) -> Figure:
 
 def ui(
     models: dict[str, ModelConfig], gpus: int = 8, ep: int = 8, pp: int = 1, memory_gib: float = 141.0
-) -> object:
+) -> widgets.VBox:
     """Sliders for the number of GPUs and the degrees, over :func:`draw`; an impossible layout is a sentence, not a traceback.
 
-    Returns an ipywidgets box. ``models``: name -> configuration, the first is shown first.
+    ``models``: name -> configuration, the first is shown first.
     """
-    import ipywidgets as widgets
-
     powers = [2**i for i in range(11)]
 
     def slider(options: list[int], value: int, label: str) -> widgets.SelectionSlider:
@@ -127,35 +125,12 @@ def ui(
             options=options, value=value, description=label, continuous_update=False
         )
 
-    model = widgets.Dropdown(options=list(models), description="model")
-    controls = [
-        model,
-        slider(powers, gpus, "GPUs"),
-        slider(powers[:7], ep, "EP"),
-        slider(powers[:5], pp, "PP"),
-    ]
-    text = widgets.HTML()
-    picture = widgets.Image(format="png", layout=widgets.Layout(max_width="1000px"))
-
-    def update(_: object = None) -> None:
-        name, count, experts, stages = (control.value for control in controls)
-        try:
-            held = holdings(models[name], count, experts, stages)
-        except ConfigError as error:
-            text.value = f'<p role="status" class="gpus-text">Not possible: {error}.</p>'
-            picture.layout.visibility = "hidden"
-            return
-        text.value = f'<p role="status" class="gpus-text">{describe(held, memory_gib)}</p>'
-        picture.value = _png(lambda: draw(held, memory_gib, f"{name} on {count} GPUs"))
-        picture.layout.visibility = "visible"
-
-    for control in controls:
-        control.observe(update, names="value")
-    update()
-    return widgets.VBox([widgets.HBox(controls[:2]), widgets.HBox(controls[2:]), text, picture])
-
-
-def _png(make: Callable[[], Figure]) -> bytes:
-    buffer = io.BytesIO()
-    make().savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return explore(
+        lambda model, count, ep, pp: (model, holdings(models[model], count, ep, pp)),
+        lambda data: draw(data[1], memory_gib, f"{data[0]} on {len(data[1])} GPUs"),
+        lambda data: describe(data[1], memory_gib),
+        model=widgets.Dropdown(options=list(models), description="model"),
+        count=slider(powers, gpus, "GPUs"),
+        ep=slider(powers[:7], ep, "EP"),
+        pp=slider(powers[:5], pp, "PP"),
+    )

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from moe_lab.errors import MoeLabError
+
 Data = TypeVar("Data")
 
 
@@ -31,23 +33,30 @@ def explore(
 ) -> widgets.VBox:
     """Controls that call ``compute(**values)`` on release and show ``plot`` and ``text`` of the result.
 
-    ``controls``: a widget for each argument of ``compute``; sliders should have ``continuous_update=False``. An error in
-    ``compute`` is shown as text and the figure stays. A job has no front end, so the cell draws ``plot(compute(...))``
-    once more as an ordinary figure.
+    ``controls``: a widget for each argument of ``compute``; sliders should have ``continuous_update=False``. What moe_lab
+    refuses is shown as one sentence in place of the figure, never as a traceback. A job has no front end, so the cell draws
+    ``plot(compute(...))`` once more as an ordinary figure.
     """
     image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", object_fit="contain"))
     line = widgets.HTML()
+
+    def say(message: str) -> None:
+        line.value = f'<p role="status" class="explore-text">{html.escape(message)}</p>'
 
     def update(_change: Any = None) -> None:
         try:
             data = compute(**{name: control.value for name, control in controls.items()})
         except Exception as error:
-            line.value = html.escape(f"{type(error).__name__}: {error}")
+            reason = str(error) if isinstance(error, MoeLabError) else f"{type(error).__name__}: {error}"
+            say(f"Not possible: {reason}.")
+            image.layout.visibility = "hidden"
             return
         image.value = png(plot(data))
-        line.value = html.escape(text(data))
+        image.layout.visibility = "visible"
+        say(text(data))
 
     for control in controls.values():
         control.observe(update, names="value")
     update()
-    return widgets.VBox([widgets.HBox(list(controls.values())), line, image])
+    row = widgets.HBox(list(controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
+    return widgets.VBox([row, line, image])
