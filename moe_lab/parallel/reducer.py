@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_lab.ops.gradient import GradientSlot, set_slot
 from moe_lab.parallel.buckets import Bucket
+from moe_lab.parallel.ranks import start_reduce_scatter
 
 
 class Reducer:
@@ -84,7 +85,7 @@ class Reducer:
         if self.sharded:
             own = bucket.gradients[bucket.shard]
             # In place: the shard is where the sum of it belongs. gloo writes its result only after reading its input.
-            work = dist.reduce_scatter_tensor(own, bucket.gradients, group=bucket.group.handle, async_op=True)
+            work = start_reduce_scatter(own, bucket.gradients, bucket.group.handle)
         else:
             work = dist.all_reduce(bucket.gradients, group=bucket.group.handle, async_op=True)
         self._works.append(work)
