@@ -43,6 +43,53 @@ def train(config: dict[str, Any], variants: list[list[str]], steps: int) -> dict
     return {"variants": results}
 
 
+def gradients(config: dict[str, Any], variants: list[list[str]], seeds: list[int]) -> dict[str, Any]:
+    """The reduced gradient of the first step for each list of overrides, from the initial weights of each seed; on rank 0."""
+    results = []
+    for changes in variants:
+        by_seed = []
+        for seed in seeds:
+            trainer = Trainer(
+                override(from_dict(TrainConfig, config), [*changes, f"init_seed={seed}"]), show=False
+            )
+            taken: dict[str, list[float]] = {}
+
+            def take(
+                lr: float,
+                loss: torch.Tensor,
+                trainer: Trainer = trainer,
+                taken: dict[str, list[float]] = taken,
+            ) -> Any:
+                for name, parameter in trainer.model.named_parameters():
+                    taken[name] = whole_gradient(trainer, name, parameter).flatten().tolist()
+                return torch.zeros(()), torch.zeros(())
+
+            trainer.engine.step = take  # type: ignore[method-assign]
+            trainer.train_step()
+            by_seed.append(taken if world()[0] == 0 else None)
+        results.append(by_seed)
+    return {"variants": results}
+
+
+def whole_gradient(trainer: Trainer, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The reduced gradient, put together from the shards that the ranks keep."""
+    if not hasattr(trainer.engine, "buckets"):
+        assert parameter.grad is not None
+        return full(parameter.grad) / trainer.engine.loss_scale * trainer.mesh.dp.size
+    for bucket in trainer.engine.buckets:
+        for member in bucket.members:
+            if member.name == name:
+                flat = bucket.gradients.clone()
+                if trainer.engine.reducer.sharded and bucket.group.size > 1:
+                    parts = [torch.empty_like(flat[bucket.shard]) for _ in range(bucket.group.size)]
+                    torch.distributed.all_gather(
+                        parts, flat[bucket.shard].contiguous(), group=bucket.group.handle
+                    )
+                    flat = torch.cat(parts)
+                return bucket.view(flat, member)
+    raise KeyError(name)
+
+
 def gap(sharded: bool) -> dict[str, Any]:
     """Two weights; the second is used on rank 1 only. One step of the optimizer; decay must reach both everywhere."""
     rank, ranks = world()

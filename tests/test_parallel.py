@@ -81,6 +81,21 @@ def test_fp32_losses_equal_one_process(ranks: int) -> None:
         assert many["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5), changes
 
 
+def test_fp32_gradients_equal_one_process_from_identical_parameters() -> None:
+    seeds = [1, 2, 3]
+    arguments = {"config": config("fp32"), "variants": variants(4), "seeds": seeds}
+    (one,) = parallel_targets.gradients(config("fp32"), [[]], seeds)["variants"]
+    many = launch.run(parallel_targets.gradients, ranks=4, timeout_s=280, show=False, **arguments)[0][
+        "variants"
+    ]
+    for changes, by_seed in zip(variants(4), many, strict=True):
+        for a, b in zip(one, by_seed, strict=True):
+            for name, values in a.items():
+                expected = torch.tensor(values, dtype=torch.float64)
+                apart = torch.linalg.vector_norm(torch.tensor(b[name], dtype=torch.float64) - expected)
+                assert apart <= 1e-5 * torch.linalg.vector_norm(expected), (changes, name)
+
+
 def test_bytes_on_the_wire_equal_the_formulas() -> None:
     changes = [[], ["shard_optimizer=false"], ["data_parallel=fsdp"]]
     results = launch.run(
