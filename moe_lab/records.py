@@ -17,6 +17,7 @@ Every figure and every number that moe_lab shows comes from these files, so they
 ``paths``      which implementation ran: ``{"device", "precision", "ops", "transport", ...}``, or null
 ``environment`` versions, machine and git revision, from :func:`environment`
 ``results``    named values recorded by :func:`record`
+``notebook``   absolute path of the notebook that ran; only where ``kind`` is ``notebook``
 ``error``      null, or ``{"type", "message", "where"}``
 =============  ========================================================================================================
 
