@@ -475,8 +475,10 @@ def test_an_agent_that_is_killed_is_reported_and_replaced() -> None:
 @pytest.mark.slow
 def test_an_agent_that_died_between_two_calls_is_replaced_without_a_word() -> None:
     run4(targets.total)
-    os.kill(client._agent.pid, signal.SIGKILL)  # type: ignore[union-attr]
-    time.sleep(0.2)
+    pid = client._agent.pid  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGKILL)
+    while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():  # it has ended, and nobody has noticed yet
+        time.sleep(0.01)
     assert works_again()
 
 
