@@ -135,10 +135,20 @@ def _add_train(commands: Any) -> None:
         help="train a preset, in this process or as one rank under torchrun",
         description="Train a preset. Settings are dotted names of the configuration. Under torchrun, one process a GPU.",
         epilog="examples:\n  moe-lab train --preset laptop optim.lr=1e-3\n"
+        "  moe-lab train --preset laptop --out runs/mine checkpoint_every=100\n"
+        "  moe-lab train --preset laptop --out runs/mine checkpoint_every=100 --resume auto\n"
         "  torchrun --nproc-per-node 4 -m moe_lab.cli train --preset laptop",
     )
     parser.add_argument("--preset", required=True, metavar="NAME", help="name of the preset, such as laptop")
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: a new one under runs)")
+    parser.add_argument(
+        "--resume", metavar="DIR|auto",
+        help="go on from a checkpoint, from the last one of a run's folder, or (auto) from the last one in --out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="S",
+        help="seconds that ranks wait for each other, at the start and in a collective (default: 600)",
+    )  # fmt: skip
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings that override the preset's"
     )
@@ -148,7 +158,7 @@ def _add_train(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     from moe_lab.train import cli_train
 
-    return cli_train(options.preset, options.settings, options.out)
+    return cli_train(options.preset, options.settings, options.out, options.resume, options.timeout)
 
 
 def _add_data(commands: Any) -> None:

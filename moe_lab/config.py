@@ -306,6 +306,8 @@ class TrainConfig:
     sequences spread over it (0: all); the evaluation after the last step always reads all of it.
     ``initial_model``: a model's folder whose weights training starts from; ``model`` must be its configuration, save
     for the weights of auxiliary losses and the like (``train.store.FREE``). Empty: initial weights are drawn.
+    ``checkpoint_every`` steps and after the last, the whole state of the run is written (0: never); the last
+    ``keep_checkpoints`` are kept (0: all). ``checkpoint_background``: from a copy in the host's memory, while training goes on.
     """
 
     name: str
@@ -327,6 +329,9 @@ class TrainConfig:
     log_every: int = 10
     gpus: int = 0
     initial_model: str = ""
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    checkpoint_background: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -334,6 +339,7 @@ class TrainConfig:
             self, 1, "sequence_length", "sequences_per_step", "microbatch_sequences", "steps", "log_every"
         )
         at_least(self, 0, "z_loss", "eval_every", "eval_sequences", "gpus")
+        at_least(self, 0, "checkpoint_every", "keep_checkpoints")
         if self.sequences_per_step % self.microbatch_sequences:
             raise ConfigError(
                 f"TrainConfig.sequences_per_step is {self.sequences_per_step}, which microbatches of "

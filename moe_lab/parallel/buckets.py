@@ -28,6 +28,19 @@ class Member:
     start: int
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one global, flattened array: ``data [n]`` is elements ``offset .. offset + n`` of ``size``.
+
+    ``key`` names the array whatever the layout is; pieces of all ranks with one key cover it, equal where they overlap.
+    """
+
+    key: str
+    size: int
+    offset: int
+    data: Tensor
+
+
 @dataclass
 class Bucket:
     """``weights`` and ``gradients``: flat arrays of ``size`` elements; ``shard``: the slice this rank owns."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moe_lab.config import OptimConfig, ParallelConfig
-from moe_lab.parallel.buckets import build_buckets
+from moe_lab.parallel.buckets import Piece, build_buckets
 from moe_lab.parallel.mesh import Group, Mesh
 from moe_lab.parallel.optimizer import ShardedAdamW
 from moe_lab.parallel.reducer import Reducer
@@ -37,6 +37,7 @@ class ShardedDataParallel:
             kind = "expert" if ".experts." in name else "dense"
             return kind, groups[kind]
 
+        self.ep = mesh.ep
         elements = parallel.bucket_mib * 2**20 // 4  # gradients are fp32
         named = list(model.named_parameters())
         self.buckets = build_buckets(named, group_of, decays.__getitem__, elements, parallel.shard_optimizer)
@@ -64,6 +65,41 @@ class ShardedDataParallel:
     def step(self, lr: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip, update, gather the weights; (gradient norm before clipping, 1 if applied), on the device."""
         return self.optimizer.step(lr, loss)
+
+    def state(self) -> list[Piece]:
+        """Everything a checkpoint keeps of this engine, as live pieces: writing to them and :meth:`publish` restores it.
+
+        By parameter ``NAME.master``, ``NAME.m`` and ``NAME.v``, each the part in this rank's shard and without the
+        buckets' padding; then the count of applied steps and the window that spikes are judged by. Experts are
+        numbered over all expert-parallel ranks, so a piece says where it belongs at any degree.
+        """
+        pieces = []
+        for bucket, state in zip(self.buckets, self.optimizer.state):
+            shard = bucket.shard
+            for member in bucket.members:
+                count = member.parameter.numel()
+                first = max(member.start, shard.start)
+                last = min(member.start + count, shard.stop)
+                if first >= last:
+                    continue
+                experts = bucket.kind == "expert"
+                size = count * (self.ep.size if experts else 1)
+                offset = first - member.start + (count * self.ep.rank if experts else 0)
+                local = slice(first - shard.start, last - shard.start)
+                for leaf in ("master", "m", "v"):
+                    pieces.append(Piece(f"{member.name}.{leaf}", size, offset, getattr(state, leaf)[local]))
+        guard = self.optimizer.guard
+        for key, value in (
+            ("optimizer.steps", self.optimizer.steps),
+            ("guard.values", guard.values),
+            ("guard.seen", guard.seen),
+        ):
+            pieces.append(Piece(key, value.numel(), 0, value.view(-1)))
+        return pieces
+
+    def publish(self) -> None:
+        """Make every rank's weights from the masters, after :meth:`state` was written to."""
+        self.optimizer.publish()
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds, by kind, from the tensors themselves."""

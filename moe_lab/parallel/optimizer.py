@@ -17,6 +17,7 @@ from moe_lab.config import OptimConfig
 from moe_lab.ops.adamw import Hyper, adamw
 from moe_lab.parallel.buckets import Bucket
 from moe_lab.parallel.mesh import Group
+from moe_lab.parallel.ranks import start_all_gather
 from moe_lab.parallel.reducer import Reducer
 
 WINDOW, EARLIEST = 128, 64  # steps that a spike is judged by, and how many must have passed first
@@ -105,9 +106,17 @@ class ShardedAdamW:
             dtype = state.master.dtype
             adamw(state.master, state.m, state.v, grad, own, self.steps, lr, hyper, scale.to(dtype), apply)
             if self.reducer.sharded and bucket.group.size > 1:
-                works.append(
-                    dist.all_gather_into_tensor(bucket.weights, own, group=bucket.group.handle, async_op=True)
-                )
+                works.append(start_all_gather(bucket.weights, own, bucket.group.handle))
         for work in works:
             work.wait()
         return norm, apply
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make the weights from the masters on every rank, as a step's end does: after the masters were set."""
+        for bucket, state in zip(self.reducer.buckets, self.state):
+            own = bucket.weights[bucket.shard]
+            if own.data_ptr() != state.master.data_ptr():
+                own.copy_(state.master)
+            if self.reducer.sharded and bucket.group.size > 1:
+                dist.all_gather_into_tensor(bucket.weights, own, group=bucket.group.handle)

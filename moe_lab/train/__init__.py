@@ -4,9 +4,19 @@
 several; ``moe-lab train`` is the same from a shell.
 """
 
+from moe_lab.train.checkpoint import Checkpoints, latest
 from moe_lab.train.generate import generate
 from moe_lab.train.ranks import cli_train, fit_ranks
 from moe_lab.train.store import load_model, save_model
 from moe_lab.train.trainer import Trainer
 
-__all__ = ["Trainer", "cli_train", "fit_ranks", "generate", "load_model", "save_model"]
+__all__ = [
+    "Checkpoints",
+    "Trainer",
+    "cli_train",
+    "fit_ranks",
+    "generate",
+    "latest",
+    "load_model",
+    "save_model",
+]

@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_lab import presets
 from moe_lab.config import TrainConfig
+from moe_lab.errors import ConfigError, LaunchError
 from moe_lab.fields import from_dict, override
 from moe_lab.launch.worker import init_process_group
+from moe_lab.parallel import world
 from moe_lab.records import run_folder
 from moe_lab.train.store import with_initial_model
 from moe_lab.train.trainer import Trainer, check_supported
 
 
-def fit_ranks(config: dict[str, Any], folder: str | None = None) -> dict[str, Any]:
+def fit_ranks(config: dict[str, Any], folder: str | None = None, resume: str | None = None) -> dict[str, Any]:
     """Train ``config`` (from ``fields.to_dict``) as one rank, with the record in ``folder``; returns the results.
 
-    ``launch.run(fit_ranks, ranks=4, config=..., folder=...)`` runs it.
+    ``launch.run(fit_ranks, ranks=4, config=..., folder=...)`` runs it. ``resume``: as :class:`Trainer` takes it.
     """
-    return Trainer(from_dict(TrainConfig, config), folder).fit()
+    return Trainer(from_dict(TrainConfig, config), folder, resume=resume).fit()
 
 
-def cli_train(preset: str, overrides: list[str], out: str | None = None) -> int:
+def cli_train(
+    preset: str,
+    overrides: list[str],
+    out: str | None = None,
+    resume: str | None = None,
+    timeout_s: float = 600,
+) -> int:
     """``moe-lab train``: one process, or one rank of those that torchrun started.
 
     ``overrides``: ``name=value`` texts; ``initial_model=FOLDER`` also takes the model's configuration from there.
+    ``resume``: "auto" or a folder; ``timeout_s``: how long ranks wait for each other, when they meet and in a collective.
     """
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout is {timeout_s} seconds, but must be above 0")
+    if resume == "auto" and out is None:
+        raise ConfigError("--resume auto goes on with the run in --out DIR, but --out is not given")
     config = presets.get(preset)
     for text in overrides:
         name, _, folder = text.partition("=")
         if name == "initial_model" and folder:
             config = with_initial_model(config, folder)
     config = override(config, overrides)
-    made = init_process_group()
+    made = join(timeout_s)
     try:
         check_supported(config)
-        run_dir = out or str(run_folder(config.name))
-        results = Trainer(config, run_dir).fit()
+        run_dir = [out or str(run_folder(config.name))]
+        if world()[1] > 1:
+            torch.distributed.broadcast_object_list(run_dir, src=0)
+        results = Trainer(config, run_dir[0], resume=resume).fit()
     finally:
         if made:
             torch.distributed.destroy_process_group()
     if results["sample after"] is not None:
-        print(f"result: {run_dir}")
+        print(f"result: {run_dir[0]}")
         for name in ("final train CE loss", "final validation CE loss", "tokens per second"):
             print(f"{name}: {results[name]}")
     return 0
+
+
+def join(timeout_s: float) -> bool:
+    """:func:`~moe_lab.launch.worker.init_process_group`, with what may go wrong between ranks that meet as one sentence.
+
+    :class:`LaunchError` for a rank that does not come within ``timeout_s`` and for a port that something else serves.
+    """
+    try:
+        return init_process_group(timeout_s)
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        who = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text:
+            what = f"{where} is in use by another program: set another MASTER_PORT, or start with torchrun --standalone"
+        elif "timed out" in text.lower() or "timeout" in text.lower():
+            what = (
+                f"the others did not come to {where} within {timeout_s:g} s: start all {os.environ.get('WORLD_SIZE')} ranks, "
+                "or give --timeout more seconds"
+            )
+        else:
+            what = f"no connection at {where}: {text.splitlines()[0] if text else type(error).__name__}"
+        raise LaunchError(f"{who} could not join: {what}") from error

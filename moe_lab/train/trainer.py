@@ -7,6 +7,7 @@ start at r * m; so the same run over another number of ranks computes the same m
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from moe_lab.fields import to_dict
 from moe_lab.launch import heartbeat
 from moe_lab.launch.worker import device as rank_device
 from moe_lab.model import IGNORE, LossSums, Transformer, build, cross_entropy
-from moe_lab.ops import reference_only
 from moe_lab.parallel import (
     Mesh,
     ShardedDataParallel,
@@ -31,6 +31,8 @@ from moe_lab.parallel import (
     world,
 )
 from moe_lab.records import RunRecord
+from moe_lab.train import checkpoint
+from moe_lab.train.describe import DTYPES, layout, paths
 from moe_lab.train.generate import generate
 from moe_lab.train.metrics import StepMetrics, summary_line
 from moe_lab.train.optim import exempt_modules, learning_rate
@@ -39,7 +41,6 @@ from moe_lab.train.store import load_weights, save_model
 if TYPE_CHECKING:
     from moe_lab.parallel.fsdp import FullyShardedBaseline
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_PROMPT = "And the LORD said"
 SAMPLE_TOKENS = 200
 
@@ -48,6 +49,8 @@ class Trainer:
     """Trains ``config`` on this process, as one rank of the process group if one was started.
 
     ``run_dir``: where rank 0 writes ``record.json``, ``metrics.jsonl`` and the final model; None writes nothing.
+    ``resume``: go on from a checkpoint: "auto" for the last one in ``run_dir``, or the folder of a checkpoint or of a run. One
+    of ``run_dir`` itself goes on in that folder, over any number of ranks; another run's starts a new folder.
     ``show``: rank 0 prints a line every ``log_every`` steps. Everything that can be refused is refused here, before
     anything is written: :class:`ConfigError` for what cannot run, :class:`~moe_lab.errors.DataError` for bad data.
     """
@@ -59,10 +62,17 @@ class Trainer:
         *,
         device: str | None = None,
         show: bool = True,
+        resume: str | Path | None = None,
     ) -> None:
         self.config = config
         self.rank, self.ranks = world()
         check_supported(config)
+        if config.checkpoint_every and run_dir is None:
+            raise ConfigError(
+                f"TrainConfig.checkpoint_every is {config.checkpoint_every}, but there is no run folder to keep checkpoints in"
+            )
+        source = checkpoint.find(resume, run_dir) if resume is not None else None
+        state = checkpoint.read_state(source) if source else {}
         self.parallel = config.parallel.resolve(self.ranks)
         self.microbatches = config.microbatches_per_rank(self.parallel.dp)
         self.device = torch.device(device) if device else rank_device()
@@ -81,8 +91,10 @@ class Trainer:
             documents=config.data.mask_documents,
         )
         self._validation(1)  # refuses a split that holds no sequence, before anything is written
+        if source:
+            checkpoint.check_fits(state, source, config, self.tokens.fingerprint)
         self.mesh = Mesh(self.parallel, self.device.type)
-        self.model = self._build_model()
+        self.model = self._build_model(source is None)
         decays = weight_decay_of(self.model, exempt_modules(config.optim))
         self.engine: ShardedDataParallel | FullyShardedBaseline
         if self.parallel.data_parallel == "fsdp":
@@ -96,64 +108,48 @@ class Trainer:
             self.engine = ShardedDataParallel(self.model, self.mesh, self.parallel, config.optim, decays)
         self.metrics = StepMetrics(config, self.model)
         self.step = 0
+        if source:
+            assert isinstance(self.engine, ShardedDataParallel)
+            checkpoint.restore(source, self.model, self.engine)
+            self.step = state["step"]
         self.show = show and self.rank == 0
-        self.record: RunRecord | None = None
-        if run_dir is not None and self.rank == 0:
-            self.record = RunRecord.create(
-                run_dir,
-                kind="train",
-                name=config.name,
-                config=to_dict(config),
-                layout=self.layout(),
-                paths=self.paths(),
+        self.record = self._start_record(run_dir, source) if run_dir is not None and self.rank == 0 else None
+        self.checkpoints: checkpoint.Checkpoints | None = None
+        if config.checkpoint_every and run_dir is not None:
+            self.checkpoints = checkpoint.Checkpoints(
+                run_dir, config.keep_checkpoints, config.checkpoint_background
             )
 
-    def _build_model(self) -> Transformer:
+    def _start_record(self, run_dir: str | Path, source: Path | None) -> RunRecord:
+        fields: dict[str, Any] = {
+            "config": to_dict(self.config), "layout": layout(self.config, self.parallel, self.ranks),
+            "paths": paths(self.config, self.parallel, self.device),
+        }  # fmt: skip
+        if source and checkpoint.belongs_to(source, run_dir):
+            return checkpoint.reopen(run_dir, source, self.step, **fields)
+        if source:
+            fields["resumed"] = [checkpoint.resumed_entry(source, self.step)]
+        return RunRecord.create(run_dir, kind="train", name=self.config.name, **fields)
+
+    def _build_model(self, fresh: bool) -> Transformer:
         config = self.config
         dtype = DTYPES[config.precision]
         if self.parallel.data_parallel == "fsdp" and config.precision == "bf16":
             dtype = torch.float32  # FSDP2 stores the fp32 master in shards and gathers it in bf16
-        model = build(config.model, self.device, dtype, initial=not config.initial_model)
-        if config.initial_model:
+        model = build(config.model, self.device, dtype, initial=fresh and not config.initial_model)
+        if fresh and config.initial_model:
             load_weights(model, config.initial_model)
         return model
-
-    def layout(self) -> dict[str, Any]:
-        """The resolved layout, as the record states it."""
-        p = self.parallel
-        return {
-            "ranks": self.ranks, "dp": p.dp, "ep": p.ep, "pp": p.pp, "microbatches": self.microbatches,
-            "microbatch_tokens": self.config.microbatch_sequences * self.config.sequence_length,
-            "tokens_per_step": self.config.tokens_per_step, "threads_per_rank": torch.get_num_threads(),
-        }  # fmt: skip
-
-    def paths(self) -> dict[str, Any]:
-        """Which implementations run, as the record states it."""
-        p = self.parallel
-        fsdp = p.data_parallel == "fsdp"
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        shards = (
-            f"FSDP2 over {p.fsdp_shard or p.dp} of {p.dp} ranks"
-            if fsdp
-            else f"DDP over {p.dp} ranks, gradients reduced once a step"
-        )
-        if not fsdp and p.dp > 1:
-            shards += ", optimizer state sharded" if p.shard_optimizer else ", optimizer state on every rank"
-        return {
-            "device": name,
-            "precision": "bf16 weights, fp32 masters and gradients"
-            if self.config.precision == "bf16"
-            else self.config.precision,
-            "ops": "reference" if reference_only() else "fast",
-            "transport": p.transport,
-            "data_parallel": shards,
-        }
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step; returns the results that the record keeps. The record says "failed" if this raises."""
         try:
             results = self._fit()
         except BaseException as error:
+            if self.checkpoints is not None:
+                # A save under way is still good. What it may raise in turn follows from the error at hand.
+                with contextlib.suppress(Exception):
+                    self.checkpoints.wait()
             if self.record is not None:
                 detail = {"type": type(error).__name__, "message": str(error), "where": f"step {self.step}"}
                 self.record.finish(
@@ -168,8 +164,10 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         config = self.config
         if self.show:
-            print(f"{config.name}: {self.layout()['ranks']} ranks x {self.microbatches} microbatches of "
-                  f"{config.microbatch_sequences} x {config.sequence_length} tokens; {self.paths()}", flush=True)  # fmt: skip
+            print(f"{config.name}: {self.ranks} ranks x {self.microbatches} microbatches of {config.microbatch_sequences} x "
+                  f"{config.sequence_length} tokens; {paths(config, self.parallel, self.device)}", flush=True)  # fmt: skip
+            if self.step:
+                print(f"goes on after step {self.step}", flush=True)
         before = self.sample()
         started = mark = time.perf_counter()
         marked_step, rates, evaluations = self.step, [], {}
@@ -180,7 +178,10 @@ class Trainer:
             evaluate = config.eval_every > 0 and (
                 self.step % config.eval_every == 0 or self.step == config.steps
             )
-            if not (evaluate or self.step % config.log_every == 0 or self.step == config.steps):
+            last_step = self.step == config.steps
+            # Before a checkpoint all rows are written, so that a run that goes on from it lacks none.
+            keep = self.checkpoints is not None and (self.step % config.checkpoint_every == 0 or last_step)
+            if not (evaluate or keep or self.step % config.log_every == 0 or last_step):
                 continue
             rows = self.metrics.fetch()
             seconds = time.perf_counter() - mark
@@ -197,7 +198,11 @@ class Trainer:
                     self.record.log(**row)
             if self.show:
                 print(summary_line(last, config.steps), flush=True)
+            if keep:
+                self.save_checkpoint()
             mark, marked_step = time.perf_counter(), self.step
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
         rates = rates[1:] or rates  # the first interval holds warm-up of the allocator and the kernels
         return {
             "steps": self.step,
@@ -274,6 +279,13 @@ class Trainer:
         ids = generate(self.model, prompt, SAMPLE_TOKENS, context=self.config.sequence_length)
         return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
+    def save_checkpoint(self) -> None:
+        """Write the run's state after this step into its folder, in the background if so configured. All ranks together."""
+        assert self.checkpoints is not None
+        assert isinstance(self.engine, ShardedDataParallel)
+        state = {"step": self.step, "config": to_dict(self.config), "data": self.tokens.fingerprint}
+        self.checkpoints.save(self.model, self.engine, state)
+
     def _save(self) -> dict[str, Any]:
         if self.record is None:
             return {}
@@ -290,6 +302,11 @@ def check_supported(config: TrainConfig) -> None:
     if p.data_parallel == "fsdp" and world()[1] == 1:
         raise ConfigError(
             "ParallelConfig.data_parallel is 'fsdp', which shards weights over ranks and needs at least 2, but this is 1"
+        )
+    if p.data_parallel == "fsdp" and config.checkpoint_every:
+        raise ConfigError(
+            f"TrainConfig.checkpoint_every is {config.checkpoint_every}, but data_parallel 'fsdp' is a baseline that keeps no "
+            "checkpoints: set checkpoint_every=0 or data_parallel=ddp"
         )
     if p.ep > 1 or p.pp > 1 or p.transport != "local" or p.recompute != "none":
         raise ConfigError(

@@ -1,0 +1,46 @@
+"""What a run's record says of how it runs: layout and implementations. Lesson: 00_start_here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_lab.config import ParallelConfig, TrainConfig
+from moe_lab.ops import reference_only
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def layout(config: TrainConfig, parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
+    """The resolved layout (``parallel`` after ``resolve``), as the record states it."""
+    return {
+        "ranks": ranks, "dp": parallel.dp, "ep": parallel.ep, "pp": parallel.pp,
+        "microbatches": config.microbatches_per_rank(parallel.dp),
+        "microbatch_tokens": config.microbatch_sequences * config.sequence_length,
+        "tokens_per_step": config.tokens_per_step, "threads_per_rank": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def paths(config: TrainConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    """Which implementations run, as the record states it."""
+    fsdp = parallel.data_parallel == "fsdp"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    shards = (
+        f"FSDP2 over {parallel.fsdp_shard or parallel.dp} of {parallel.dp} ranks"
+        if fsdp
+        else f"DDP over {parallel.dp} ranks, gradients reduced once a step"
+    )
+    if not fsdp and parallel.dp > 1:
+        shards += (
+            ", optimizer state sharded" if parallel.shard_optimizer else ", optimizer state on every rank"
+        )
+    return {
+        "device": name,
+        "precision": "bf16 weights, fp32 masters and gradients"
+        if config.precision == "bf16"
+        else config.precision,
+        "ops": "reference" if reference_only() else "fast",
+        "transport": parallel.transport,
+        "data_parallel": shards,
+    }
