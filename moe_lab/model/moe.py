@@ -97,13 +97,15 @@ class MoELayer(nn.Module):
     def _auxiliary(self, y_BSD: Tensor, routing: Routing, weight: float) -> Tensor:
         config = self.config
         batch, length, _ = y_BSD.shape
-        counts_BE = torch.zeros(batch, config.n_experts, dtype=torch.int64, device=y_BSD.device)
-        slots = routing.indices.view(batch, -1).long()
-        counts_BE.scatter_add_(1, slots, torch.ones_like(slots))
-        balance = balance_loss(
-            routing.scores.view(batch, length, -1), counts_BE, config.top_k, config.balance_scope
-        )
-        z = router_z_loss(routing.logits)
+        if batch * length == 0:  # a rank without tokens takes part all the same
+            balance = z = routing.scores.sum()
+        else:
+            counts_BE = torch.zeros(batch, config.n_experts, dtype=torch.int64, device=y_BSD.device)
+            slots = routing.indices.view(batch, -1).long()
+            counts_BE.scatter_add_(1, slots, torch.ones_like(slots))
+            scores_BSE = routing.scores.view(batch, length, config.n_experts)
+            balance = balance_loss(scores_BSE, counts_BE, config.top_k, config.balance_scope)
+            z = router_z_loss(routing.logits)
         self.stats.add(routing.requested, balance, z)
         if config.balance_loss == 0 and config.router_z_loss == 0:
             return y_BSD
