@@ -89,6 +89,7 @@ def test_the_lesson_holds_on_two_ranks(small):
     found = results_of(small)
     check_what_holds_anywhere(found)
     check_traffic(found, [1, 2])
+    assert found["a4_clear"] is None, "one timed step says nothing about chance"
     assert set(found["a5_bytes_a_parameter"]) == {"ddp on 1", "ddp on 2", "fsdp on 2"}
 
 
