@@ -304,6 +304,8 @@ class TrainConfig:
     reference rows (0 where there is none); the planner and the job runner use it. ``z_loss``: weight of
     mean(logsumexp(logits)^2) over the vocabulary. ``mxfp8``: which tensors the low-precision recipes cover. ``eval_every`` steps, validation is read at ``eval_sequences``
     sequences spread over it (0: all); the evaluation after the last step always reads all of it.
+    ``sample_tokens``: length of the text samples before the
+    first step and after the last.
     ``initial_model``: a model's folder whose weights training starts from; ``model`` must be its configuration, save
     for the weights of auxiliary losses and the like (``train.store.FREE``). Empty: initial weights are drawn.
     ``checkpoint_every`` steps and after the last, the whole state of the run is written (0: never); the last
@@ -327,6 +329,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_sequences: int = 0
     log_every: int = 10
+    sample_tokens: int = 200
     gpus: int = 0
     initial_model: str = ""
     checkpoint_every: int = 0
@@ -338,7 +341,7 @@ class TrainConfig:
         at_least(
             self, 1, "sequence_length", "sequences_per_step", "microbatch_sequences", "steps", "log_every"
         )
-        at_least(self, 0, "z_loss", "eval_every", "eval_sequences", "gpus")
+        at_least(self, 0, "z_loss", "eval_every", "eval_sequences", "sample_tokens", "gpus")
         at_least(self, 0, "checkpoint_every", "keep_checkpoints")
         if self.sequences_per_step % self.microbatch_sequences:
             raise ConfigError(

@@ -30,7 +30,7 @@ from moe_lab.train.store import with_initial_model
 TINY: dict[str, Any] = {
     "n_layers": 2, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "expert_hidden": 16, "shared_hidden": 8,
     "experts": 4, "sequence_length": 16, "sequences_per_step": 8, "microbatch_sequences": 2, "steps": 6, "warmup_steps": 2,
-    "eval_every": 3, "eval_sequences": 10, "log_every": 2,
+    "eval_every": 3, "eval_sequences": 10, "log_every": 2, "sample_tokens": 20,
 }  # fmt: skip
 
 

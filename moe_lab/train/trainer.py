@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from moe_lab.parallel.fsdp import FullyShardedBaseline
 
 SAMPLE_PROMPT = "And the LORD said"
-SAMPLE_TOKENS = 200
 
 
 class Trainer:
@@ -271,12 +270,12 @@ class Trainer:
         return loss / labels
 
     def sample(self) -> str | None:
-        """Text that the model goes on with after a fixed prompt, on rank 0; None on the others."""
-        if self.rank != 0:
+        """``sample_tokens`` of text that the model goes on with after a fixed prompt; None if 0, and on ranks other than 0."""
+        if self.rank != 0 or self.config.sample_tokens == 0:
             return None
         tokenizer = self.tokens.tokenizer()
         prompt = [int(i) for i in tokenizer.encode(SAMPLE_PROMPT)]
-        ids = generate(self.model, prompt, SAMPLE_TOKENS, context=self.config.sequence_length)
+        ids = generate(self.model, prompt, self.config.sample_tokens, context=self.config.sequence_length)
         return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
     def save_checkpoint(self) -> None:
