@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import sys
+import threading
 from typing import Any
 
 import torch
@@ -57,6 +60,11 @@ def cli_train(
         if world()[1] > 1:
             torch.distributed.broadcast_object_list(run_dir, src=0)
         results = Trainer(config, run_dir[0], resume=resume).fit()
+        # gloo's threads let go of Python objects after a collective; an interpreter that ends under them aborts. Ranks
+        # that have nothing more to do would end at once, so all end together, with what held the groups gone.
+        gc.collect()
+        if world()[1] > 1:
+            dist.barrier()
     finally:
         if made:
             torch.distributed.destroy_process_group()
@@ -72,19 +80,33 @@ def join(timeout_s: float) -> bool:
 
     :class:`LaunchError` for a rank that does not come within ``timeout_s`` and for a port that something else serves.
     """
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    who = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')} could not join"
+    absent = (
+        f"{who}: the others did not come to {where} within {timeout_s:g} s: start all {os.environ.get('WORLD_SIZE')} ranks, "
+        "see that no other program serves that port, or give --timeout more seconds"
+    )
+
+    def give_up() -> None:
+        print(absent, file=sys.stderr, flush=True)
+        os._exit(LaunchError.exit_status)
+
+    # torch waits without limit for a server that takes the connection and says nothing, and cannot be interrupted in it.
+    watchdog = threading.Timer(1.5 * timeout_s + 2, give_up)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         return init_process_group(timeout_s)
     except (dist.DistError, ValueError, RuntimeError) as error:
-        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        who = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text:
-            what = f"{where} is in use by another program: set another MASTER_PORT, or start with torchrun --standalone"
-        elif "timed out" in text.lower() or "timeout" in text.lower():
-            what = (
-                f"the others did not come to {where} within {timeout_s:g} s: start all {os.environ.get('WORLD_SIZE')} ranks, "
-                "or give --timeout more seconds"
-            )
-        else:
-            what = f"no connection at {where}: {text.splitlines()[0] if text else type(error).__name__}"
-        raise LaunchError(f"{who} could not join: {what}") from error
+            raise LaunchError(
+                f"{who}: {where} is in use by another program: set another MASTER_PORT, or start with torchrun --standalone"
+            ) from error
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise LaunchError(absent) from error
+        raise LaunchError(
+            f"{who}: no connection at {where}: {(text.splitlines() or [type(error).__name__])[0]}"
+        ) from error
+    finally:
+        watchdog.cancel()
