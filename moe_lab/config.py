@@ -302,10 +302,10 @@ class TrainConfig:
     A step reads ``sequences_per_step`` sequences of ``sequence_length`` tokens, in microbatches of
     ``microbatch_sequences`` shared out over the data-parallel ranks. ``gpus``: the published number of GPUs for
     reference rows (0 where there is none); the planner and the job runner use it. ``z_loss``: weight of
-    mean(logsumexp(logits)^2) over the vocabulary. ``mxfp8``: which tensors the low-precision recipes cover. ``eval_every`` steps, validation is read at ``eval_sequences``
-    sequences spread over it (0: all); the evaluation after the last step always reads all of it.
-    ``sample_tokens``: length of the text samples before the
-    first step and after the last.
+    mean(logsumexp(logits)^2) over the vocabulary. ``mxfp8``: which tensors the low-precision recipes cover.
+    ``eval_every`` steps, validation is read at ``eval_sequences`` sequences spread over it (0: all); the evaluation after
+    the last step always reads all of it. ``sample_tokens``: length of the text samples before the first step and after
+    the last (0: none).
     ``initial_model``: a model's folder whose weights training starts from; ``model`` must be its configuration, save
     for the weights of auxiliary losses and the like (``train.store.FREE``). Empty: initial weights are drawn.
     ``checkpoint_every`` steps and after the last, the whole state of the run is written (0: never); the last

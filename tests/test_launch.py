@@ -477,7 +477,9 @@ def test_an_agent_that_died_between_two_calls_is_replaced_without_a_word() -> No
     run4(targets.total)
     pid = client._agent.pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGKILL)
-    while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():  # it has ended, and nobody has noticed yet
+    while (
+        "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    ):  # it has ended, and nobody has noticed yet
         time.sleep(0.01)
     assert works_again()
 
