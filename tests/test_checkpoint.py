@@ -35,6 +35,7 @@ STEPS = [2, 4, 6]
 
 def config(precision: str = "fp32", *changes: str, **fields: Any) -> TrainConfig:
     fields = {
+        "selection_bias": True,
         "checkpoint_every": 2,
         "eval_every": 0,
         "keep_checkpoints": 0,
@@ -252,7 +253,7 @@ def test_a_rank_killed_in_mid_step(tmp_path: Path, background: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "rank", "where"), [(2, 1, "write"), (1, 0, "rename")])
 def test_a_save_that_is_killed_is_no_checkpoint(tmp_path: Path, ranks: int, rank: int, where: str) -> None:
-    settings_ = config("fp32")
+    settings_ = config("fp32", checkpoint_background=False)  # so that it is the save of step 4 that dies
     with pytest.raises(RankError):
         launch.run(
             checkpoint_targets.fit_and_die, ranks=ranks, threads=1, timeout_s=100, show=False, config=to_dict(settings_),
