@@ -85,6 +85,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return result
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted names: ``{"optim": {"lr": 1}} -> {"optim.lr": 1}``."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict)
+        flat.update(flatten(value, f"{prefix}{name}.") if inner else {prefix + name: value})
+    return flat
+
+
 def from_dict(cls: type[T], values: dict[str, Any]) -> T:
     """The configuration of class ``cls`` that :func:`to_dict` made ``values`` from; unknown or missing names are errors."""
     hints = get_type_hints(cls)

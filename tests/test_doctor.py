@@ -41,7 +41,7 @@ def test_it_claims_only_what_the_trainer_accepts(found: dict[str, Any]) -> None:
     from moe_lab import presets
     from moe_lab.errors import ConfigError
     from moe_lab.fields import override
-    from moe_lab.train.trainer import check_supported
+    from moe_lab.train.describe import check_supported
 
     for name in names(found["transports"]):
         ranks = [] if name == "local" else ["parallel.ep=2"]

@@ -23,7 +23,7 @@ from moe_lab.fields import from_dict, override
 from moe_lab.launch import heartbeat
 from moe_lab.parallel import CommLog, ShardedDataParallel, world
 from moe_lab.train import Trainer
-from moe_lab.train.trainer import check_supported
+from moe_lab.train.describe import check_supported
 
 KINDS = ("weights", "gradients", "masters", "moments")
 

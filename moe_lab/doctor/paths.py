@@ -25,7 +25,7 @@ def trainable(*overrides: str) -> str | None:
         from moe_lab import presets
         from moe_lab.errors import MoeLabError
         from moe_lab.fields import override
-        from moe_lab.train.trainer import check_supported
+        from moe_lab.train.describe import check_supported
     except ImportError as error:
         return f"moe_lab cannot be loaded ({error})"
     try:

@@ -24,7 +24,7 @@ from torch import nn
 
 from moe_lab.config import TrainConfig
 from moe_lab.errors import ConfigError, DataError
-from moe_lab.fields import to_dict
+from moe_lab.fields import flatten, to_dict
 from moe_lab.parallel import ShardedDataParallel, world
 from moe_lab.parallel.buckets import Piece
 from moe_lab.records import RunRecord, read_metrics, utc_now, write_json
@@ -211,7 +211,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def check_fits(state: dict[str, Any], checkpoint: Path, config: TrainConfig, fingerprint: str) -> None:
     """Refuse a checkpoint of another model, of other data, or of a step that ``config`` does not reach."""
-    stored, wanted = _flat(state["config"]), _flat(to_dict(config))
+    stored, wanted = flatten(state["config"]), flatten(to_dict(config))
     for name in dict.fromkeys([*wanted, *stored]):
         model = name == "model" or (name.startswith("model.") and name.removeprefix("model.") not in FREE)
         if (model or name in POSITION) and stored.get(name) != wanted.get(name):
@@ -228,15 +228,6 @@ def check_fits(state: dict[str, Any], checkpoint: Path, config: TrainConfig, fin
         raise ConfigError(
             f"the checkpoint {checkpoint} is at step {state['step']}, so with steps={config.steps} nothing is left to train: raise steps"
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict)
-        flat.update(_flat(value, f"{prefix}{name}.") if inner else {prefix + name: value})
-    return flat
 
 
 def restore(checkpoint: Path, model: nn.Module, engine: ShardedDataParallel) -> None:

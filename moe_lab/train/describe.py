@@ -1,4 +1,4 @@
-"""What a run's record says of how it runs: layout and implementations. Lesson: 00_start_here."""
+"""What this version can train, and what a run's record says of how it runs: layout and implementations. Lesson: 00_start_here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from moe_lab.config import ParallelConfig, TrainConfig
+from moe_lab.errors import ConfigError
 from moe_lab.ops import reference_only
+from moe_lab.parallel import world
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,3 +46,26 @@ def paths(config: TrainConfig, parallel: ParallelConfig, device: torch.device) -
         "transport": parallel.transport,
         "data_parallel": shards,
     }
+
+
+def check_supported(config: TrainConfig) -> None:
+    """Refuse what this version cannot train, with one sentence, before anything starts."""
+    p = config.parallel
+    if config.precision not in DTYPES:
+        raise ConfigError(
+            f"TrainConfig.precision is {config.precision!r}, which this version describes but cannot train in: use {', '.join(DTYPES)}"
+        )
+    if p.data_parallel == "fsdp" and world()[1] == 1:
+        raise ConfigError(
+            "ParallelConfig.data_parallel is 'fsdp', which shards weights over ranks and needs at least 2, but this is 1"
+        )
+    if p.data_parallel == "fsdp" and config.checkpoint_every:
+        raise ConfigError(
+            f"TrainConfig.checkpoint_every is {config.checkpoint_every}, but data_parallel 'fsdp' is a baseline that keeps no "
+            "checkpoints: set checkpoint_every=0 or data_parallel=ddp"
+        )
+    if p.ep > 1 or p.pp > 1 or p.transport != "local" or p.recompute != "none":
+        raise ConfigError(
+            f"ParallelConfig asks for ep {p.ep}, pp {p.pp}, transport {p.transport!r} and recompute {p.recompute!r}, which this version "
+            "describes but cannot train with: use ep=1 pp=1 transport=local recompute=none"
+        )

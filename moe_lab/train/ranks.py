@@ -19,8 +19,9 @@ from moe_lab.fields import from_dict, override
 from moe_lab.launch.worker import init_process_group
 from moe_lab.parallel import world
 from moe_lab.records import run_folder
+from moe_lab.train.describe import check_supported
 from moe_lab.train.store import with_initial_model
-from moe_lab.train.trainer import Trainer, check_supported
+from moe_lab.train.trainer import Trainer
 
 
 def fit_ranks(config: dict[str, Any], folder: str | None = None, resume: str | None = None) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def cli_train(
     made = join(timeout_s)
     try:
         check_supported(config)
+        rank = world()[0]
         run_dir = [out or str(run_folder(config.name))]
         if world()[1] > 1:
             torch.distributed.broadcast_object_list(run_dir, src=0)
@@ -68,7 +70,7 @@ def cli_train(
     finally:
         if made:
             torch.distributed.destroy_process_group()
-    if results["sample after"] is not None:
+    if rank == 0:
         print(f"result: {run_dir[0]}")
         for name in ("final train CE loss", "final validation CE loss", "tokens per second"):
             print(f"{name}: {results[name]}")

@@ -10,13 +10,12 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe_lab.config import ModelConfig, TrainConfig
 from moe_lab.errors import ConfigError, DataError
-from moe_lab.fields import from_dict, to_dict
+from moe_lab.fields import flatten, from_dict, to_dict
 from moe_lab.model import Transformer, build
 from moe_lab.records import write_json
 from moe_lab.train.tensor_files import SINGLE, TensorFiles, write_file
@@ -101,7 +100,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 
     :class:`ConfigError` names the first option in which the two configurations differ, those in :data:`FREE` aside.
     """
-    stored, wanted = _flat(to_dict(read_config(folder))), _flat(to_dict(model.config))
+    stored, wanted = flatten(to_dict(read_config(folder))), flatten(to_dict(model.config))
     for name in dict.fromkeys([*wanted, *stored]):
         if name not in FREE and stored.get(name) != wanted.get(name):
             raise ConfigError(
@@ -115,10 +114,3 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 def with_initial_model(config: TrainConfig, folder: str | Path) -> TrainConfig:
     """``config`` going on from the model stored in ``folder``: its model configuration and ``initial_model`` set."""
     return dataclasses.replace(config, model=read_config(folder), initial_model=str(folder))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat

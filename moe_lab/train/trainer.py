@@ -32,7 +32,7 @@ from moe_lab.parallel import (
 )
 from moe_lab.records import RunRecord
 from moe_lab.train import checkpoint
-from moe_lab.train.describe import DTYPES, layout, paths
+from moe_lab.train.describe import DTYPES, check_supported, layout, paths
 from moe_lab.train.generate import generate
 from moe_lab.train.metrics import StepMetrics, summary_line
 from moe_lab.train.optim import exempt_modules, learning_rate
@@ -289,26 +289,3 @@ class Trainer:
         if self.record is None:
             return {}
         return {"model": str(save_model(self.model, self.record.folder / "model"))}
-
-
-def check_supported(config: TrainConfig) -> None:
-    """Refuse what this version cannot train, with one sentence, before anything starts."""
-    p = config.parallel
-    if config.precision not in DTYPES:
-        raise ConfigError(
-            f"TrainConfig.precision is {config.precision!r}, which this version describes but cannot train in: use {', '.join(DTYPES)}"
-        )
-    if p.data_parallel == "fsdp" and world()[1] == 1:
-        raise ConfigError(
-            "ParallelConfig.data_parallel is 'fsdp', which shards weights over ranks and needs at least 2, but this is 1"
-        )
-    if p.data_parallel == "fsdp" and config.checkpoint_every:
-        raise ConfigError(
-            f"TrainConfig.checkpoint_every is {config.checkpoint_every}, but data_parallel 'fsdp' is a baseline that keeps no "
-            "checkpoints: set checkpoint_every=0 or data_parallel=ddp"
-        )
-    if p.ep > 1 or p.pp > 1 or p.transport != "local" or p.recompute != "none":
-        raise ConfigError(
-            f"ParallelConfig asks for ep {p.ep}, pp {p.pp}, transport {p.transport!r} and recompute {p.recompute!r}, which this version "
-            "describes but cannot train with: use ep=1 pp=1 transport=local recompute=none"
-        )
