@@ -29,7 +29,7 @@ def train(config: dict[str, Any], variants: list[list[str]], steps: int) -> dict
         for _ in range(steps - 1):
             trainer.train_step()
         rows = trainer.metrics.fetch()
-        parameters = {n: full(p.detach()).flatten().tolist() for n, p in trainer.model.named_parameters()}
+        parameters = {n: p.flatten().tolist() for n, p in trainer.whole_state().items()}
         results.append(
             {
                 "losses": [r["train/CE loss"] for r in rows],
@@ -86,7 +86,13 @@ def whole_gradient(trainer: Trainer, name: str, parameter: torch.nn.Parameter) -
                         parts, flat[bucket.shard].contiguous(), group=bucket.group.handle
                     )
                     flat = torch.cat(parts)
-                return bucket.view(flat, member)
+                gradient = bucket.view(flat, member)
+                ep = trainer.mesh.ep
+                if bucket.kind == "expert" and ep.size > 1:
+                    experts = [torch.empty_like(gradient) for _ in range(ep.size)]
+                    torch.distributed.all_gather(experts, gradient.contiguous(), group=ep.handle)
+                    gradient = torch.cat(experts)
+                return gradient
     raise KeyError(name)
 
 

@@ -7,7 +7,6 @@ import math
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,6 @@ from moe_lab.parallel import Group, ShardedDataParallel
 from moe_lab.parallel.mesh import ALONE
 from moe_lab.records import RunRecord
 from moe_lab.train import Trainer, checkpoint, latest, load_model
-from moe_lab.train import trainer as trainer_module
 
 PRECISIONS = ("fp32", "fp64", "bf16")
 STEPS = [2, 4, 6]
@@ -41,16 +39,10 @@ def config(precision: str = "fp32", *changes: str, **fields: Any) -> TrainConfig
         "keep_checkpoints": 0,
         "router_z_loss": 0.01,
         "skip_sigma": 6.0,
+        "sample_tokens": 2,  # text is not what is tested
         **fields,
     }
     return override(tiny(precision=precision, **fields), list(changes))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_samples() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "SAMPLE_TOKENS", 2)
-        yield
 
 
 def fit(config: TrainConfig, folder: Path | None, **options: Any) -> Trainer:
@@ -127,6 +119,33 @@ def test_other_layouts_go_on_within_the_order_of_sums(runs: Path, precision: str
     whole = runs / f"{precision}-4"
     for name, first in (("4-2", 2), ("4-2r", 2), ("4-2-1", 4), ("4-2r-1", 4), ("1-4", 2)):
         assert_close(runs / f"{precision}-{name}", whole, relative, first)
+
+
+def test_expert_parallel_degrees_go_on_from_each_other(tmp_path: Path) -> None:
+    def case(name: str, resume: Path | None, *changes: str) -> dict[str, Any]:
+        source = {} if resume is None else {"resume": str(resume)}
+        return {"config": to_dict(config("fp64", *changes)), "folder": str(tmp_path / name), **source}
+
+    two, four = ("ep=2", "transport=all_to_all"), ("ep=4", "transport=all_to_all")
+    cases = [
+        case("plain", None),
+        case("ep2", None, *two),
+        case("ep2-ep4", step(tmp_path / "ep2", 2), *four),
+        case("ep2-plain", step(tmp_path / "ep2", 2)),
+        case("plain-ep2", step(tmp_path / "plain", 2), *two),
+        case("ep2-ep2", step(tmp_path / "ep2", 2), *two),
+    ]
+    launch.run(checkpoint_targets.fit, ranks=4, timeout_s=200, show=False, cases=cases)
+    assert_close(tmp_path / "ep2", tmp_path / "plain", 1e-12, 0)
+    for name in ("ep2-ep4", "ep2-plain", "plain-ep2"):
+        assert_close(tmp_path / name, tmp_path / "plain", 1e-12, 2)
+    assert rows(tmp_path / "ep2-ep2") == rows(tmp_path / "ep2")[2:]
+    assert weights(tmp_path / "ep2-ep2") == weights(tmp_path / "ep2")
+    fit(config("fp64"), tmp_path / "one", resume=step(tmp_path / "ep2-ep4", 4))
+    assert_close(tmp_path / "one", tmp_path / "plain", 1e-12, 4)
+    whole, shared = load_model(tmp_path / "plain" / "model"), load_model(tmp_path / "ep2" / "model")
+    for (name, a), b in zip(whole.named_parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
 
 
 def stored(folder: Path, precision: str) -> dict[str, torch.Tensor]:

@@ -27,7 +27,10 @@ DDP, REPLICATED, FSDP = "ddp", "shard_optimizer=false", "data_parallel=fsdp"
 
 
 def config(precision: str, **changes: Any) -> dict[str, Any]:
-    # fp32 runs at a small rate: Adam divides by sqrt(v), which turns rounding noise of tiny gradients into whole steps.
+    if precision == "fp32":
+        # A tenth of the rate: Adam divides by sqrt(v), which turns the rounding noise of tiny gradients into whole steps, and
+        # 20 of those at the full rate move a token to another expert now and then.
+        changes = {"lr": 3e-4, **changes}
     return to_dict(tiny(precision=precision, balance_loss=0.1, router_z_loss=0.01, **EIGHT, **changes))
 
 
@@ -38,8 +41,15 @@ def one_process(precision: str) -> dict[str, Any]:
 
 
 def variants(ranks: int) -> list[list[str]]:
-    choices = [["bucket_mib=1"], ["shard_optimizer=false"], ["data_parallel=fsdp"]]
-    return choices + ([["data_parallel=fsdp", "fsdp_shard=2"]] if ranks == 4 else [])
+    choices = [
+        ["bucket_mib=1"],
+        ["shard_optimizer=false"],
+        ["data_parallel=fsdp"],
+        [f"ep={min(ranks, 4)}", "transport=all_to_all"],
+    ]
+    return choices + (
+        [["data_parallel=fsdp", "fsdp_shard=2"], ["ep=2", "transport=all_to_all"]] if ranks == 4 else []
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -121,6 +121,21 @@ def test_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("changes", [{"data_parallel": "fsdp"}, {"ep": 2, "transport": "all_to_all"}])
+def test_shared_weights_are_sampled_and_stored_whole(changes: dict, tmp_path: Path) -> None:
+    one, _ = trained(tiny(precision="fp64"), tmp_path / "one")
+    config = to_dict(tiny(precision="fp64", **changes))
+    results = launch.run(
+        fit_ranks, ranks=2, timeout_s=120, show=False, config=config, folder=str(tmp_path / "two")
+    )
+    assert isinstance(results[0]["sample after"], str)
+    assert results[1]["sample after"] is None
+    loaded = load_model(tmp_path / "two" / "model")
+    for (name, a), b in zip(one.model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert b[0] == name
+        torch.testing.assert_close(a, b[1], rtol=0, atol=1e-9, msg=name)
+
+
 def test_ranks_repeat_to_the_bit(tmp_path: Path) -> None:
     config = to_dict(tiny())
     for name in ("a", "b"):
@@ -235,7 +250,7 @@ def test_generation_is_repeatable_and_bounded(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"precision": "mxfp8"}, "precision is 'mxfp8'"),
-        ({"ep": 2, "transport": "all_to_all"}, "ep 2"),
+        ({"ep": 2, "transport": "rowwise"}, "transport 'rowwise'"),
         ({"pp": 2}, "pp 2"),
         ({"recompute": "block"}, "'block'"),
         ({"vocab_size": 100}, "ids up to 255"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_lab.config import ModelConfig
 from moe_lab.model.attention import Context
 from moe_lab.model.block import Block
+from moe_lab.model.experts import Experts
 from moe_lab.model.init import initialize
 from moe_lab.model.layers import Embedding, Linear, RMSNorm
 from moe_lab.model.moe import MoELayer
@@ -74,14 +75,22 @@ def build(
     dtype: torch.dtype = torch.float32,
     *,
     initial: bool = True,
+    expert_rank: int = 0,
+    expert_ranks: int = 1,
 ) -> Transformer:
     """The model with its initial weights, made in place on ``device``.
 
     ``device="meta"`` builds the module tree without memory, for any size. ``initial=False`` leaves weights unset, for
-    those who fill them from a file.
+    those who fill them from a file. Of ``expert_ranks`` that share the experts of each layer, ``expert_rank`` holds the
+    neighbouring ones from ``expert_rank * E / expert_ranks`` on, with the weights they have on one process.
     """
     with torch.device("meta"):
         model = Transformer(config)
+        for _, layer in model.moe_layers():
+            local = layer.config.n_experts // expert_ranks
+            layer.experts = Experts(
+                local, config.d_model, layer.config.expert_hidden, first=expert_rank * local
+            )
     for parameter in model.parameters():  # buffers, the selection bias, stay fp32
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type == "meta":

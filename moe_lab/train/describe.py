@@ -43,7 +43,7 @@ def paths(config: TrainConfig, parallel: ParallelConfig, device: torch.device) -
         if config.precision == "bf16"
         else config.precision,
         "ops": "reference" if reference_only() else "fast",
-        "transport": parallel.transport,
+        "transport": parallel.transport if parallel.ep > 1 else "local",
         "data_parallel": shards,
     }
 
@@ -64,8 +64,12 @@ def check_supported(config: TrainConfig) -> None:
             f"TrainConfig.checkpoint_every is {config.checkpoint_every}, but data_parallel 'fsdp' is a baseline that keeps no "
             "checkpoints: set checkpoint_every=0 or data_parallel=ddp"
         )
-    if p.ep > 1 or p.pp > 1 or p.transport != "local" or p.recompute != "none":
+    if p.transport not in ("local", "all_to_all") or p.pp > 1 or p.recompute != "none":
         raise ConfigError(
-            f"ParallelConfig asks for ep {p.ep}, pp {p.pp}, transport {p.transport!r} and recompute {p.recompute!r}, which this version "
-            "describes but cannot train with: use ep=1 pp=1 transport=local recompute=none"
+            f"ParallelConfig asks for transport {p.transport!r}, pp {p.pp} and recompute {p.recompute!r}, which this version "
+            "describes but cannot train with: use transport=local or all_to_all, pp=1 and recompute=none"
+        )
+    if p.ep > 1 and config.initial_model:
+        raise ConfigError(
+            f"TrainConfig.initial_model is read whole in this version, but ep is {p.ep}: use ep=1"
         )

@@ -27,11 +27,14 @@ FREE = frozenset(
 )
 
 
-def save_model(model: Transformer, folder: str | Path) -> Path:
-    """Write the weights and the model's configuration into ``folder``; readers see whole files only."""
+def save_model(model: Transformer, folder: str | Path, state: dict[str, torch.Tensor] | None = None) -> Path:
+    """Write the weights and the model's configuration into ``folder``; readers see whole files only.
+
+    ``state``: the whole weights, where ``model`` holds only a share of them.
+    """
     folder = Path(folder)
     temporary = folder / f".{SINGLE}.tmp"
-    state = model.state_dict()
+    state = model.state_dict() if state is None else state
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(temporary, {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}, state.values())

@@ -30,6 +30,7 @@ from moe_lab.parallel import (
     weight_decay_of,
     world,
 )
+from moe_lab.parallel.expert import AllToAllTransport
 from moe_lab.records import RunRecord
 from moe_lab.train import checkpoint
 from moe_lab.train.describe import DTYPES, check_supported, layout, paths
@@ -63,7 +64,7 @@ class Trainer:
         show: bool = True,
         resume: str | Path | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.run_dir = config, run_dir
         self.rank, self.ranks = world()
         check_supported(config)
         if config.checkpoint_every and run_dir is None:
@@ -135,10 +136,31 @@ class Trainer:
         dtype = DTYPES[config.precision]
         if self.parallel.data_parallel == "fsdp" and config.precision == "bf16":
             dtype = torch.float32  # FSDP2 stores the fp32 master in shards and gathers it in bf16
-        model = build(config.model, self.device, dtype, initial=fresh and not config.initial_model)
+        ep = self.mesh.ep
+        model = build(
+            config.model, self.device, dtype, initial=fresh and not config.initial_model,
+            expert_rank=ep.rank, expert_ranks=ep.size,
+        )  # fmt: skip
         if fresh and config.initial_model:
             load_weights(model, config.initial_model)
+        if ep.size > 1:
+            for _, layer in model.moe_layers():
+                layer.transport = AllToAllTransport(ep, layer.config.n_experts)
         return model
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The weights and buffers of the whole model, put together from the ranks that share them. All ranks together."""
+        ep = self.mesh.ep
+        whole = {}
+        for name, tensor in self.model.state_dict().items():
+            if hasattr(tensor, "full_tensor"):  # FSDP2's
+                tensor = tensor.full_tensor()
+            elif ".experts." in name and ep.size > 1:
+                parts = [torch.empty_like(tensor) for _ in range(ep.size)]
+                torch.distributed.all_gather(parts, tensor.contiguous(), group=ep.handle)
+                tensor = torch.cat(parts)
+            whole[name] = tensor
+        return whole
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step; returns the results that the record keeps. The record says "failed" if this raises."""
@@ -271,12 +293,15 @@ class Trainer:
 
     def sample(self) -> str | None:
         """``sample_tokens`` of text that the model goes on with after a fixed prompt; None if 0, and on ranks other than 0."""
-        if self.rank != 0 or self.config.sample_tokens == 0:
+        shared = (
+            self.mesh.ep.size > 1 or self.parallel.data_parallel == "fsdp"
+        )  # then a forward needs every rank
+        if self.config.sample_tokens == 0 or (self.rank != 0 and not shared):
             return None
         tokenizer = self.tokens.tokenizer()
         prompt = [int(i) for i in tokenizer.encode(SAMPLE_PROMPT)]
         ids = generate(self.model, prompt, self.config.sample_tokens, context=self.config.sequence_length)
-        return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
+        return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size]) if self.rank == 0 else None
 
     def save_checkpoint(self) -> None:
         """Write the run's state after this step into its folder, in the background if so configured. All ranks together."""
@@ -286,6 +311,11 @@ class Trainer:
         self.checkpoints.save(self.model, self.engine, state)
 
     def _save(self) -> dict[str, Any]:
-        if self.record is None:
+        if self.run_dir is None:
             return {}
-        return {"model": str(save_model(self.model, self.record.folder / "model"))}
+        state = self.whole_state()
+        return (
+            {"model": str(save_model(self.model, Path(self.run_dir) / "model", state))}
+            if self.rank == 0
+            else {}
+        )
