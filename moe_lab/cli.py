@@ -39,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(arguments[0], commands, 1)
         hint = f": did you mean '{close[0]}'?" if close else "."
         parser.exit(2, f"unknown command '{arguments[0]}'{hint} Commands: {', '.join(commands)}\n")
-    options = parser.parse_args(arguments)
+    options, later = parser.parse_known_args(arguments)
+    if later and hasattr(options, "settings") and not any(text.startswith("-") for text in later):
+        # argparse takes positional arguments from one place only; settings may stand before, between and after options.
+        options.settings = [*options.settings, *later]
+    elif later:
+        parser.error(f"unrecognized arguments: {' '.join(later)}")
     try:
         return int(options.call(options))
     except MoeLabError as error:
@@ -246,7 +251,7 @@ def _add_export(commands: Any) -> None:
         "export",
         help="a model of ours to a Hugging Face checkpoint",
         description="Write a model of ours in the layout that transformers loads.",
-        epilog="example:\n  moe-lab export runs/20261201T120000-laptop-0a1b2c/model --out my_model --architecture qwen3_moe",
+        epilog="example:\n  moe-lab import OLMoE-1B-7B/ --out models/olmoe\n  moe-lab export models/olmoe --out my_model --architecture olmoe",
     )
     parser.add_argument(
         "source", metavar="DIR", help="folder of a model, such as the one in a training run's folder"
@@ -280,7 +285,9 @@ def _results(options: argparse.Namespace) -> int:
 
     top = Path(options.folder)
     if not top.is_dir():
-        raise DataError(f"there is no folder {top}: 'moe-lab run' makes runs/ in the current directory")
+        raise DataError(
+            f"there is no folder {top}: 'moe-lab run' and 'moe-lab train' make runs/ in the current directory"
+        )
     runs, damaged = [], []
     for path in top.rglob("record.json"):
         try:

@@ -149,6 +149,26 @@ def test_train_passes_preset_settings_and_folder_on(monkeypatch: pytest.MonkeyPa
     assert [call[:3] for call in calls] == [("laptop", ["steps=3", "optim.lr=1e-3"], "here")]
 
 
+def test_settings_stand_anywhere_on_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_lab import train
+
+    calls = []
+    monkeypatch.setattr(train, "cli_train", lambda *arguments: calls.append(arguments) or 0)
+    for line in (
+        "a=1 --preset laptop --out here b=2 c=3",
+        "--preset laptop a=1 --out here b=2 --timeout 5 c=3",
+    ):
+        assert cli.main(["train", *line.split()]) == 0
+    assert [call[:3] for call in calls] == [("laptop", ["a=1", "b=2", "c=3"], "here")] * 2
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--preset", "laptop", "--wrong", "a=1"])
+    with pytest.raises(SystemExit):
+        cli.main(["results", "here", "there"])
+    assert "unrecognized arguments: there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "given"),
     [
