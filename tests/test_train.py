@@ -17,8 +17,8 @@ import torch
 from moe_lab import launch, presets
 from moe_lab.config import OptimConfig, TrainConfig
 from moe_lab.data import prepare
-from moe_lab.errors import ConfigError, DataError
-from moe_lab.fields import override, to_dict
+from moe_lab.errors import ConfigError, DataError, RankError
+from moe_lab.fields import from_dict, override, to_dict
 from moe_lab.launch.worker import init_process_group
 from moe_lab.model import build
 from moe_lab.parallel import weight_decay_of
@@ -283,6 +283,31 @@ def test_a_failing_run_says_so_in_its_record(tmp_path: Path, monkeypatch: pytest
     assert value["status"] == "failed"
     assert value["error"]["type"] == "ZeroDivisionError"
     assert value["error"]["where"] == "step 3"
+
+
+def fit_with_a_failing_rank(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Rank 1 raises after step 3, while rank 0 goes on into the next collective."""
+    trainer = Trainer(from_dict(TrainConfig, config), folder, show=False)
+    step = trainer.train_step
+
+    def failing() -> None:
+        step()
+        if trainer.rank == 1 and trainer.step == 3:
+            raise ZeroDivisionError("rank 1 had enough")
+
+    trainer.train_step = failing  # type: ignore[method-assign]
+    return trainer.fit()
+
+
+def test_any_rank_that_fails_says_so_in_the_record(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: ZeroDivisionError"):
+        launch.run(
+            fit_with_a_failing_rank, ranks=2, threads=1, show=False, run_dir=tmp_path / "ranks",
+            config=to_dict(tiny()), folder=str(tmp_path / "run"),
+        )  # fmt: skip
+    value = RunRecord.open(tmp_path / "run").read()
+    assert (value["status"], value["error"]["type"]) == ("failed", "ZeroDivisionError")
+    assert value["error"]["where"] == "step 3, rank 1 of 2"
 
 
 def test_models_that_do_not_load_say_why(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_lab.config import TrainConfig
 from moe_lab.data import Batches, TokenFolder, cached, val_batches
-from moe_lab.errors import ConfigError
+from moe_lab.errors import ConfigError, DataError
 from moe_lab.fields import to_dict
 from moe_lab.launch import heartbeat
 from moe_lab.launch.worker import device as rank_device
@@ -167,20 +167,29 @@ class Trainer:
         try:
             results = self._fit()
         except BaseException as error:
+            self._record_failure(error)
             if self.checkpoints is not None:
                 # A save under way is still good. What it may raise in turn follows from the error at hand.
                 with contextlib.suppress(Exception):
                     self.checkpoints.wait()
-            if self.record is not None:
-                detail = {"type": type(error).__name__, "message": str(error), "where": f"step {self.step}"}
-                self.record.finish(
-                    "killed" if isinstance(error, KeyboardInterrupt) else "failed", error=detail
-                )
             raise
         if self.record is not None:
             self.record.update(results=results)
             self.record.finish("done")
         return results
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Say why the run ended in its record, from whichever rank fails first: the others are stopped, or fail of that."""
+        if self.run_dir is None:
+            return
+        record = self.record or RunRecord(self.run_dir)
+        where = f"step {self.step}" + (f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else "")
+        detail = {"type": type(error).__name__, "message": str(error), "where": where}
+        with contextlib.suppress(
+            DataError, OSError
+        ):  # no folder here, or a full disk: the error at hand matters more
+            if record.read()["status"] == "running":
+                record.finish("killed" if isinstance(error, KeyboardInterrupt) else "failed", error=detail)
 
     def _fit(self) -> dict[str, Any]:
         config = self.config
