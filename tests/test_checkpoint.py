@@ -405,6 +405,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_fsdp_does_not_go_on_from_a_checkpoint(source: Path) -> None:
+    last = step(source, 6)
+    with pytest.raises(ConfigError, match="'fsdp', a baseline that cannot go on from the checkpoint"):
+        checkpoint.check_fits(
+            checkpoint.read_state(last), last, override(config(), ["data_parallel=fsdp"]), "any"
+        )
+
+
 def test_a_missing_or_damaged_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
     longer = config(steps=9)
 

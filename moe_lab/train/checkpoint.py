@@ -211,6 +211,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def check_fits(state: dict[str, Any], checkpoint: Path, config: TrainConfig, fingerprint: str) -> None:
     """Refuse a checkpoint of another model, of other data, or of a step that ``config`` does not reach."""
+    if config.parallel.data_parallel == "fsdp":
+        raise ConfigError(
+            f"ParallelConfig.data_parallel is 'fsdp', a baseline that cannot go on from the checkpoint {checkpoint}: use data_parallel=ddp"
+        )
     stored, wanted = flatten(state["config"]), flatten(to_dict(config))
     for name in dict.fromkeys([*wanted, *stored]):
         model = name == "model" or (name.startswith("model.") and name.removeprefix("model.") not in FREE)
