@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from moe_lab.errors import ConfigError, RoutingError
 from moe_lab.ops import grouped_gemm, permute, reference_only, rmsnorm, swiglu
+from moe_lab.ops.gradient import GradientSlot, set_slot
+from moe_lab.ops.linear import linear
 
 
 def gradients(outputs: torch.Tensor, inputs: list[torch.Tensor], seed: int = 1) -> list[torch.Tensor]:
@@ -122,6 +124,10 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(4, 3), torch.randn(2, 5, 3)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     assert torch.equal(grouped_gemm.grouped_linear(x, w, offsets), grouped_gemm.reference(x, w, offsets))
+    weight = torch.nn.Parameter(w[0].clone())
+    set_slot(weight, GradientSlot(torch.zeros(5, 3), lambda: None))
+    linear(x, weight).sum().backward()
+    assert weight.grad is not None  # autograd's own backward, although there is a slot
     monkeypatch.setenv("MOE_LAB_OPS", "turbo")
     with pytest.raises(ConfigError, match="'turbo'"):
         reference_only()

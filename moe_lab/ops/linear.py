@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, autograd
 
+from moe_lab.ops import reference_only
 from moe_lab.ops.gradient import GradientSlot, slot_of
 
 
@@ -35,4 +36,6 @@ class _SlotLinear(autograd.Function):
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``[..., in]`` and ``[out, in]`` -> ``[..., out]``."""
     slot = slot_of(weight)
-    return F.linear(x, weight) if slot is None else _SlotLinear.apply(x, weight, slot)
+    if slot is None or reference_only():
+        return reference(x, weight)
+    return _SlotLinear.apply(x, weight, slot)
