@@ -206,7 +206,7 @@ class OptimConfig:
     """AdamW with decoupled weight decay, clipping by one global norm, and a learning-rate schedule over steps.
 
     The rate rises linearly over ``warmup_steps``; then "constant" holds it, "cosine" lowers it to ``final_fraction``
-    of ``lr`` at the last step, and "wsd" holds it and lowers it linearly to that over the last ``decay_steps``.
+    of ``lr`` where the steps end, and "wsd" holds it and lowers it linearly to that over the last ``decay_steps``.
     ``no_decay``: parameters without weight decay, "norm" (all gains) and "embedding" (the input table). ``skip_sigma``:
     leave out a step whose loss or gradient norm exceeds the mean of the last 128 by that many standard deviations (0: none).
     """
@@ -303,8 +303,8 @@ class TrainConfig:
     ``microbatch_sequences`` shared out over the data-parallel ranks. ``gpus``: the published number of GPUs for
     reference rows (0 where there is none); the planner and the job runner use it. ``z_loss``: weight of
     mean(logsumexp(logits)^2) over the vocabulary. ``mxfp8``: which tensors the low-precision recipes cover.
-    ``eval_every`` steps, validation is read at ``eval_sequences`` sequences spread over it (0: all); the evaluation after
-    the last step always reads all of it. ``sample_tokens``: length of the text samples before the first step and after
+    ``eval_every`` steps (0: never), validation is read at ``eval_sequences`` sequences spread over it (0: all); the
+    evaluation after the last step always reads all of it. ``sample_tokens``: length of the text samples before the first step and after
     the last (0: none).
     ``initial_model``: a model's folder whose weights training starts from; ``model`` must be its configuration, save
     for the weights of auxiliary losses and the like (``train.store.FREE``). Empty: initial weights are drawn.
@@ -361,7 +361,7 @@ class TrainConfig:
         if self.optim.warmup_steps + self.optim.decay_steps > self.steps:
             raise ConfigError(
                 f"OptimConfig has {self.optim.warmup_steps} warm-up and {self.optim.decay_steps} decay steps, "
-                f"more than TrainConfig.steps {self.steps}"
+                f"more than TrainConfig.steps {self.steps}: raise steps or lower warmup_steps or decay_steps"
             )
 
     @property

@@ -39,7 +39,7 @@ def inject_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 class RoutingStats:
-    """Sums over the microbatches since the last :meth:`take`, on the device: what metrics are made of.
+    """Sums over the microbatches since the last :meth:`clear`, on the device: what metrics are made of.
 
     ``counts [E]`` int64 requested slots; ``balance`` and ``z``: unweighted auxiliary losses; ``microbatches``.
     """

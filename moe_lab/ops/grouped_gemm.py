@@ -4,7 +4,7 @@ Shapes: rows ``x [R, A]`` in expert order, weights ``w [E, B, A]`` (as ``F.linea
 the inclusive ends of the experts' runs; the product is ``[R, B]``. Experts may have no rows.
 
 On a CPU the runs are multiplied one after the other, straight into the output. On a CUDA device of capability 9 or
-higher bfloat16 goes to ``torch.nn.functional.grouped_mm``, which takes the offsets on the device: the host reads nothing.
+10 bfloat16 goes to ``torch.nn.functional.grouped_mm``, which takes the offsets on the device: the host reads nothing.
 Source: technical report, section 9. Lesson: 03_gpu_resident_routing.
 """
 

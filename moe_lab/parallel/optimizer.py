@@ -119,4 +119,4 @@ class ShardedAdamW:
             if own.data_ptr() != state.master.data_ptr():
                 own.copy_(state.master)
             if self.reducer.sharded and bucket.group.size > 1:
-                dist.all_gather_into_tensor(bucket.weights, own, group=bucket.group.handle)
+                start_all_gather(bucket.weights, own, bucket.group.handle).wait()

@@ -13,7 +13,8 @@ from moe_lab.model.layers import Embedding, RMSNorm
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of optimizer step ``step``, counted from 0, of ``steps``.
 
-    Linear warm-up reaches ``lr`` after ``warmup_steps``; "cosine" and "wsd" end at ``final_fraction * lr``.
+    Linear warm-up reaches ``lr`` after ``warmup_steps``; "cosine" and "wsd" come down to
+    ``final_fraction * lr`` at step ``steps``, the one after the last, so the last step's rate is a little above it.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
