@@ -73,7 +73,8 @@ def cli_train(
     if rank == 0:
         print(f"result: {run_dir[0]}")
         for name in ("final train CE loss", "final validation CE loss", "tokens per second"):
-            print(f"{name}: {results[name]}")
+            if results[name] is not None:
+                print(f"{name}: {results[name]}")
     return 0
 
 
