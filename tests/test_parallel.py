@@ -263,6 +263,18 @@ def test_adamw_equals_its_reference_and_torch() -> None:
         assert torch.equal(low, ours[0].bfloat16())
 
 
+def test_the_reference_adamw_is_exact_in_fp64() -> None:
+    hyper = Hyper(0.9, 0.999, 1e-8, 0.1)
+    start = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours, plain = ([start.clone(), torch.zeros_like(start), torch.zeros_like(start)] for _ in range(2))
+    scale, apply = torch.tensor(1.0, dtype=torch.float64), torch.tensor(1.0)
+    for step in range(1, 4):
+        grad = start.sin() * step
+        adamw(*ours, grad.clone(), ours[0], torch.tensor(float(step)), 0.01, hyper, scale, apply)
+        reference(*plain, grad, torch.tensor(float(step)), 0.01, hyper, scale, apply)
+        torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-14)
+
+
 def test_spikes_are_skipped_without_a_host_decision() -> None:
     guard = SpikeGuard(6.0, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

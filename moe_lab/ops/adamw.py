@@ -43,7 +43,8 @@ def reference(
     g = grad * scale
     new_m = hyper.beta1 * m + (1 - hyper.beta1) * g
     new_v = hyper.beta2 * v + (1 - hyper.beta2) * g * g
-    correction1, correction2 = 1 - hyper.beta1**step, 1 - hyper.beta2**step
+    t = step.double()  # beta^t loses what is 1 - beta^t in fp32; torch's fused kernel takes it in fp64, too
+    correction1, correction2 = 1 - hyper.beta1**t, 1 - hyper.beta2**t
     update = (new_m / correction1) / ((new_v / correction2).sqrt() + hyper.eps)
     new_master = master * (1 - lr * hyper.weight_decay) - lr * update
     for old, new in ((m, new_m), (v, new_v), (master, new_master)):
