@@ -81,7 +81,8 @@ class Trainer:
         )
         if self.tokens.vocab_size > config.model.vocab_size:
             raise ConfigError(
-                f"the token folder uses ids up to {self.tokens.vocab_size - 1}, but ModelConfig.vocab_size is {config.model.vocab_size}"
+                f"the token folder uses ids up to {self.tokens.vocab_size - 1}, but ModelConfig.vocab_size is "
+                f"{config.model.vocab_size}: set model.vocab_size={self.tokens.vocab_size}"
             )
         self.train_data = Batches(
             self.tokens,
@@ -252,8 +253,9 @@ class Trainer:
         batches = [self._microbatch(index) for index in range(self.microbatches)]
         labels: float | Tensor = float(config.tokens_per_step)
         if config.data.mask_documents:
-            counted = sum(int((b[1] != IGNORE).sum()) for b in batches)
-            labels = sum_over_ranks(torch.tensor(float(counted), device=self.device))
+            # Counted on the device, so that the host does not wait.
+            counted = torch.stack([(b[1] != IGNORE).sum() for b in batches]).sum()
+            labels = sum_over_ranks(counted.float())
         share = 1.0 / (self.microbatches * self.parallel.dp)
         scale = self.engine.loss_scale
         self.engine.begin()
