@@ -287,7 +287,12 @@ def test_spikes_are_skipped_without_a_host_decision() -> None:
     early = SpikeGuard(6.0, torch.device("cpu"))
     for value in (1.0, 1.1, 0.9, 50.0):
         assert early.judge(torch.tensor(value), torch.tensor(1.0)) == 1.0
+    for bad in (float("nan"), float("inf")):  # never applied, and forgotten
+        assert guard.judge(torch.tensor(bad), torch.tensor(1.0)) == 0.0
+        assert guard.judge(torch.tensor(1.0), torch.tensor(bad)) == 0.0
+        assert guard.judge(torch.tensor(1.0), torch.tensor(1.0)) == 1.0
     off = SpikeGuard(0.0, torch.device("cpu"))
+    assert off.judge(torch.tensor(1.0), torch.tensor(float("nan"))) == 0.0
     assert all(off.judge(torch.tensor(v), torch.tensor(v)) == 1.0 for v in (1.0, 1e9, 1.0))
 
 
@@ -302,6 +307,16 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert row["optim/step skipped"] == 1.0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
     assert trainer.engine.optimizer.steps == 0
+
+
+def test_masters_start_from_unrounded_weights() -> None:
+    fp32, bf16 = (Trainer(tiny(precision=p), show=False).engine for p in ("fp32", "bf16"))
+    assert isinstance(fp32, ShardedDataParallel)
+    assert isinstance(bf16, ShardedDataParallel)
+    for wide, narrow in zip(fp32.buckets, bf16.buckets, strict=True):
+        assert torch.equal(wide.weights, narrow.master)
+        assert torch.equal(wide.weights.bfloat16(), narrow.weights)
+        assert not narrow.gradients.any()
 
 
 def test_layouts_that_cannot_be() -> None:

@@ -8,7 +8,7 @@ whatever the tensors' shapes, one collective a bucket, and no packing. Lesson: 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,23 +53,34 @@ class Bucket:
     weights: Tensor = field(init=False)
     gradients: Tensor = field(init=False)
     shard: slice = field(init=False)
+    master: Tensor = field(init=False)
 
-    def allocate(self, shards: int) -> None:
-        """Make the flat arrays, move the parameters into ``weights``, cut ``shards`` equal shards."""
+    def allocate(self, shards: int, weights: torch.dtype | None) -> None:
+        """Make the flat arrays, move the parameters into ``weights``, cut ``shards`` equal shards.
+
+        ``weights``: the type to keep the parameters in (None: their own). ``master`` is this rank's shard of them in fp32 at
+        least, as they were before they were rounded; the shard of ``weights`` itself where that is as precise.
+        """
         unit = ALIGNMENT * shards
         self.size = -(-self.size // unit) * unit
         first = self.members[0].parameter
-        self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(
+        narrow = weights or first.dtype
+        flat = torch.zeros(
             self.size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
         )
         for member in self.members:
-            view = self.view(self.weights, member)
-            view.copy_(member.parameter.detach())
-            member.parameter.data = view
+            self.view(flat, member).copy_(member.parameter.detach())
         length = self.size // shards
         index = self.group.rank if shards > 1 else 0
         self.shard = slice(index * length, (index + 1) * length)
+        if narrow == flat.dtype:
+            self.weights, self.gradients = flat, torch.zeros_like(flat)
+            self.master = flat[self.shard]
+        else:
+            self.weights, self.master = flat.to(narrow), flat[self.shard].clone()
+            self.gradients = flat.zero_()
+        for member in self.members:
+            member.parameter.data = self.view(self.weights, member)
 
     @staticmethod
     def view(flat: Tensor, member: Member) -> Tensor:
@@ -78,19 +89,21 @@ class Bucket:
 
 
 def build_buckets(
-    named: Iterable[tuple[str, nn.Parameter]],
+    named: Sequence[tuple[str, nn.Parameter]],
     group_of: Callable[[str], tuple[str, Group]],
     decays: Callable[[str], bool],
     bucket_elements: int,
     sharded: bool,
+    weights: torch.dtype | None = None,
 ) -> list[Bucket]:
     """Buckets of at most about ``bucket_elements`` (a larger parameter has one alone), in the order they fill in backward.
 
     ``group_of(name)``: (kind, group) that the parameter's gradient is reduced over; ``decays(name)``: weight decay or not.
+    ``weights``: the type that the parameters are kept in from now on (None: their own).
     """
     filling: dict[tuple[str, bool, torch.dtype], Bucket] = {}
     closed: list[Bucket] = []
-    for name, parameter in reversed(list(named)):
+    for name, parameter in reversed(named):
         kind, group = group_of(name)
         key = (kind, decays(name), parameter.dtype)
         bucket = filling.get(key)
@@ -104,5 +117,5 @@ def build_buckets(
     # A bucket is complete when its earliest parameter is: the later that is, the later the bucket is reduced.
     buckets = sorted([*closed, *filling.values()], key=lambda b: -min(position[m.name] for m in b.members))
     for bucket in buckets:
-        bucket.allocate(bucket.group.size if sharded else 1)
+        bucket.allocate(bucket.group.size if sharded else 1, weights)
     return buckets

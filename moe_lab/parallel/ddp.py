@@ -5,6 +5,7 @@ Buckets, reducer and optimizer put together for one model. Lesson: 04_data_paral
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from moe_lab.config import OptimConfig, ParallelConfig
@@ -18,7 +19,8 @@ class ShardedDataParallel:
     """Owns the flat weights, gradients and optimizer state of ``model``.
 
     A step: :meth:`begin`; forward and backward of each microbatch, ``last = True`` before the last one's backward;
-    :meth:`finish`; :meth:`step`. ``decays``: parameter name -> weight decay or not.
+    :meth:`finish`; :meth:`step`. ``decays``: parameter name -> weight decay or not. ``weights``: the type that the model's
+    parameters are kept in from here on; the masters start from what they were before.
     """
 
     loss_scale = 1.0
@@ -30,6 +32,7 @@ class ShardedDataParallel:
         parallel: ParallelConfig,
         optim: OptimConfig,
         decays: dict[str, bool],
+        weights: torch.dtype | None = None,
     ) -> None:
         groups: dict[str, Group] = {"dense": mesh.dp, "expert": mesh.edp}
 
@@ -40,7 +43,9 @@ class ShardedDataParallel:
         self.ep = mesh.ep
         elements = parallel.bucket_mib * 2**20 // 4  # gradients are fp32
         named = list(model.named_parameters())
-        self.buckets = build_buckets(named, group_of, decays.__getitem__, elements, parallel.shard_optimizer)
+        self.buckets = build_buckets(
+            named, group_of, decays.__getitem__, elements, parallel.shard_optimizer, weights
+        )
         self.reducer = Reducer(self.buckets, parallel.shard_optimizer)
         self.optimizer = ShardedAdamW(self.reducer, optim, mesh.everyone)
 

@@ -36,8 +36,9 @@ class SpikeGuard:
     """Whether to apply a step, decided on the device from the last :data:`WINDOW` losses and gradient norms.
 
     A step is applied when loss and norm are both at most mean + ``sigma`` standard deviations of the window before it, or
-    while fewer than :data:`EARLIEST` steps have passed. Skipped values enter the window too. ``sigma`` 0 applies every
-    step. Olmo-core 3.0.0's skip-step optimizer.
+    while fewer than :data:`EARLIEST` steps have passed. Skipped values enter the window too. ``sigma`` 0 judges by that
+    alone: a step whose loss or norm is not finite is never applied, and does not enter the window. Otherwise as Olmo-core
+    3.0.0's skip-step optimizer.
     """
 
     def __init__(self, sigma: float, device: torch.device) -> None:
@@ -49,18 +50,19 @@ class SpikeGuard:
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 to apply this step, 0.0 to skip it, as a scalar on the device; adds the values to the window."""
         new = torch.stack([loss, norm]).double()
-        if self.sigma == 0:
-            apply = torch.ones((), device=new.device)
-        else:
+        finite = new.isfinite().all()
+        apply = finite
+        if self.sigma != 0:
             valid = (self._slots < self.seen).double()
             count = valid.sum().clamp(min=2)
             mean = (self.values * valid).sum(1) / count
             deviation = (((self.values - mean[:, None]).square() * valid).sum(1) / (count - 1)).sqrt()
             usual = (new <= mean + self.sigma * deviation).all()
-            apply = (usual | (self.seen < EARLIEST)).float()
-        self.values = torch.where(self._slots == self.seen % WINDOW, new[:, None], self.values)
-        self.seen = self.seen + 1
-        return apply
+            apply = finite & (usual | (self.seen < EARLIEST))
+        here = finite & (self._slots == self.seen % WINDOW)
+        self.values = torch.where(here, new[:, None], self.values)
+        self.seen = self.seen + finite
+        return apply.float()
 
 
 class ShardedAdamW:
@@ -77,9 +79,7 @@ class ShardedAdamW:
 
     @staticmethod
     def _state(bucket: Bucket) -> ShardState:
-        own = bucket.weights[bucket.shard]
-        master = own if own.dtype == bucket.gradients.dtype else own.to(bucket.gradients.dtype)
-        return ShardState(master, torch.zeros_like(master), torch.zeros_like(master))
+        return ShardState(bucket.master, torch.zeros_like(bucket.master), torch.zeros_like(bucket.master))
 
     def gradient_norm(self) -> Tensor:
         """The global L2 norm over all parameters of all ranks, on the device; one scalar all-reduce."""

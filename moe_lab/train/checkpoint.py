@@ -125,8 +125,9 @@ class Checkpoints:
         if world()[0] == 0:
             try:
                 action()
-            except OSError as error:
-                problem = [f"cannot write the checkpoint {final}: {error.strerror or error}"]  # type: ignore[list-item]
+            except Exception as error:  # whatever it is, the other ranks wait to hear of it
+                reason = getattr(error, "strerror", None) or error
+                problem = [f"cannot write the checkpoint {final}: {reason}"]  # type: ignore[list-item]
         if self.group is not None:
             dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:

@@ -106,7 +106,9 @@ class Trainer:
                 self.model, self.mesh, self.parallel, config.optim, decays, compute
             )
         else:
-            self.engine = ShardedDataParallel(self.model, self.mesh, self.parallel, config.optim, decays)
+            self.engine = ShardedDataParallel(
+                self.model, self.mesh, self.parallel, config.optim, decays, DTYPES[config.precision]
+            )
         self.metrics = StepMetrics(config, self.model)
         self.step = 0
         if source:
@@ -134,9 +136,7 @@ class Trainer:
 
     def _build_model(self, fresh: bool) -> Transformer:
         config = self.config
-        dtype = DTYPES[config.precision]
-        if self.parallel.data_parallel == "fsdp" and config.precision == "bf16":
-            dtype = torch.float32  # FSDP2 stores the fp32 master in shards and gathers it in bf16
+        dtype = torch.promote_types(DTYPES[config.precision], torch.float32)  # masters start unrounded
         ep = self.mesh.ep
         model = build(
             config.model, self.device, dtype, initial=fresh and not config.initial_model,
