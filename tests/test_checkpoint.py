@@ -376,6 +376,20 @@ def test_a_longer_run_goes_on_from_the_last_step(tmp_path: Path) -> None:
     ][6:]
 
 
+def test_a_run_stopped_after_its_last_step_is_brought_to_its_end(tmp_path: Path) -> None:
+    fit(config(), tmp_path / "run")
+    expected, model = rows(tmp_path / "run"), weights(tmp_path / "run")
+    record = RunRecord.open(tmp_path / "run")
+    final = record.read()["results"]["final train CE loss"]
+    record.update(status="running", results={"final train CE loss": None})
+    shutil.rmtree(tmp_path / "run" / "model")
+    fit(config(), tmp_path / "run", resume="auto")
+    assert record.read()["status"] == "done"
+    assert record.read()["results"]["final train CE loss"] == final
+    assert rows(tmp_path / "run") == expected
+    assert weights(tmp_path / "run") == model
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "run"

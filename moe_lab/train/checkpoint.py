@@ -229,10 +229,16 @@ def check_fits(state: dict[str, Any], checkpoint: Path, config: TrainConfig, fin
             f"the training data has fingerprint {fingerprint}, but the checkpoint {checkpoint} was trained on {state['data']}: "
             "resume with the same token folder"
         )
-    if state["step"] >= config.steps:
+    if state["step"] > config.steps or (state["step"] == config.steps and _finished(checkpoint)):
         raise ConfigError(
             f"the checkpoint {checkpoint} is at step {state['step']}, so with steps={config.steps} nothing is left to train: raise steps"
         )
+
+
+def _finished(checkpoint: Path) -> bool:
+    """Whether the run that wrote ``checkpoint`` came to its end, its model written too."""
+    record = checkpoint.parent.parent / "record.json"
+    return not record.is_file() or RunRecord(record.parent).read()["status"] == "done"
 
 
 def restore(checkpoint: Path, model: nn.Module, engine: ShardedDataParallel) -> None:

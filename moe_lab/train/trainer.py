@@ -34,15 +34,13 @@ from moe_lab.parallel.expert import AllToAllTransport
 from moe_lab.records import RunRecord
 from moe_lab.train import checkpoint
 from moe_lab.train.describe import DTYPES, check_supported, layout, paths
-from moe_lab.train.generate import generate
+from moe_lab.train.evaluate import sample_text, validation_loss, whole_state
 from moe_lab.train.metrics import StepMetrics, summary_line
 from moe_lab.train.optim import exempt_modules, learning_rate
 from moe_lab.train.store import load_weights, save_model
 
 if TYPE_CHECKING:
     from moe_lab.parallel.fsdp import FullyShardedBaseline
-
-SAMPLE_PROMPT = "And the LORD said"
 
 
 class Trainer:
@@ -151,17 +149,7 @@ class Trainer:
 
     def whole_state(self) -> dict[str, Tensor]:
         """The weights and buffers of the whole model, put together from the ranks that share them. All ranks together."""
-        ep = self.mesh.ep
-        whole = {}
-        for name, tensor in self.model.state_dict().items():
-            if hasattr(tensor, "full_tensor"):  # FSDP2's
-                tensor = tensor.full_tensor()
-            elif ".experts." in name and ep.size > 1:
-                parts = [torch.empty_like(tensor) for _ in range(ep.size)]
-                torch.distributed.all_gather(parts, tensor.contiguous(), group=ep.handle)
-                tensor = torch.cat(parts)
-            whole[name] = tensor
-        return whole
+        return whole_state(self.model, self.mesh.ep)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step; returns the results that the record keeps. The record says "failed" if this raises."""
@@ -201,7 +189,8 @@ class Trainer:
                 print(f"goes on after step {self.step}", flush=True)
         before = self.sample()
         started = mark = time.perf_counter()
-        marked_step, rates, evaluations = self.step, [], {}
+        marked_step, rates = self.step, []
+        evaluations: dict[int, float | None] = {}
         last: dict[str, Any] = {}
         while self.step < config.steps:
             self.train_step()
@@ -234,6 +223,9 @@ class Trainer:
             mark, marked_step = time.perf_counter(), self.step
         if self.checkpoints is not None:
             self.checkpoints.wait()
+        if not last and self.record is not None:  # the run was stopped between its last step and its end
+            last = next(iter(self.record.metrics()[-1:]), {})
+            evaluations[self.step] = last.get("eval/CE loss")
         rates = rates[1:] or rates  # the first interval holds warm-up of the allocator and the kernels
         return {
             "steps": self.step,
@@ -289,18 +281,9 @@ class Trainer:
             rank=self.rank, ranks=self.ranks, documents=config.data.mask_documents,
         )  # fmt: skip
 
-    @torch.no_grad()
     def evaluate(self, sequences: int = 0) -> float:
         """Cross-entropy in nats a label over ``sequences`` spread over the validation split (0: all), shared over the ranks."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        for batch in self._validation(sequences):
-            tokens, targets, documents = self._to_device(batch)
-            part = cross_entropy(self.model(tokens, documents), targets)
-            sums += torch.stack([part.cross_entropy.double(), part.labels.double()])
-        self.model.train()
-        loss, labels = sum_over_ranks(sums).tolist()
-        return loss / labels
+        return validation_loss(self.model, map(self._to_device, self._validation(sequences)), self.device)
 
     def sample(self) -> str | None:
         """``sample_tokens`` of text that the model goes on with after a fixed prompt; None if 0, and on ranks other than 0."""
@@ -309,10 +292,10 @@ class Trainer:
         )  # then a forward needs every rank
         if self.config.sample_tokens == 0 or (self.rank != 0 and not shared):
             return None
-        tokenizer = self.tokens.tokenizer()
-        prompt = [int(i) for i in tokenizer.encode(SAMPLE_PROMPT)]
-        ids = generate(self.model, prompt, self.config.sample_tokens, context=self.config.sequence_length)
-        return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size]) if self.rank == 0 else None
+        text = sample_text(
+            self.model, self.tokens.tokenizer(), self.config.sample_tokens, self.config.sequence_length
+        )
+        return text if self.rank == 0 else None
 
     def save_checkpoint(self) -> None:
         """Write the run's state after this step into its folder, in the background if so configured. All ranks together."""
