@@ -9,7 +9,8 @@ Every figure and every number that moe_lab shows comes from these files, so they
 ``run_id``     name of the run's folder
 ``kind``       ``notebook`` (a notebook job) or ``train`` (a training run; a notebook job can hold several, in subfolders)
 ``name``       notebook or preset name
-``status``     ``running``, ``done``, ``failed``, ``timeout`` or ``killed``; a run whose machine went away stays ``running``
+``status``     ``running``, ``done``, ``failed``, ``timeout`` or ``killed``; a run whose process or machine was lost at once
+               stays ``running``
 ``started``    UTC, ISO 8601; ``finished`` and ``seconds`` (wall clock) are null until the end
 ``parameters`` what the caller passed and what it resolved to: ``{name: value}``
 ``config``     the full training configuration, or null

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # label of a position that is not predicted
@@ -38,11 +37,3 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> LossSums:
         z=torch.where(counted, log_z.square(), zero).sum(),
         labels=counted.sum(),
     )
-
-
-def token_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Cross-entropy of each position, ``[B, S]`` nats; 0 where the label is :data:`IGNORE`."""
-    losses = F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE, reduction="none"
-    )
-    return losses.view(labels_BS.shape)
