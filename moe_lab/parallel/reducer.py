@@ -36,12 +36,11 @@ class Reducer:
         self._uses: list[dict[str, int]] = []
         self._next = 0
         self._works: list[dist.Work] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for index, bucket in enumerate(buckets):
             for member in bucket.members:
                 slot = GradientSlot(bucket.view(bucket.gradients, member), self._marker(index, member.name))
                 set_slot(member.parameter, slot)
-                self._hooks.append(member.parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                member.parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.begin()
 
     def _marker(self, index: int, name: str):  # type: ignore[no-untyped-def]
@@ -107,14 +106,6 @@ class Reducer:
             copies = 1 if self.sharded else bucket.group.size
             parts.append(torch.linalg.vector_norm(own).square().double() / copies)
         return torch.stack(parts).sum()
-
-    def close(self) -> None:
-        """Take hooks and slots off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        for bucket in self.buckets:
-            for member in bucket.members:
-                set_slot(member.parameter, None)
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
